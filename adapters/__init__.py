@@ -1,0 +1,1 @@
+"""What people touch: the command line today; HTTP, webhooks and job workers beside it."""

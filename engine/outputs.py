@@ -1,0 +1,85 @@
+"""What the engine gives back: increments while a request runs, and vLLM's output objects when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pagemill.engine.errors import RequestError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """What serving one request took, preemption included. Times in ms, counts in tokens or blocks."""
+
+    queue_ms: float = 0.0
+    ttft_ms: float | None = None
+    total_ms: float = 0.0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    swapped_blocks: int = 0
+    preempted_ms: float = 0.0
+    cached_tokens: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "queue_ms": round(self.queue_ms, 3),
+            "ttft_ms": None if self.ttft_ms is None else round(self.ttft_ms, 3),
+            "total_ms": round(self.total_ms, 3),
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "swapped_blocks": self.swapped_blocks,
+            "preempted_ms": round(self.preempted_ms, 3),
+        }
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """One increment of one choice of a request.
+
+    `offset`: tokens generated before this increment; `text_offset`: characters of final text before it. `text` never
+    holds half a character, nor a character that a stop string may still take back. `started` is set on the first
+    increment after the request entered the batch (it may carry no token). The last increment has a `finish_reason`,
+    and `metrics`; with "error" also `error`.
+    """
+
+    request_id: str
+    index: int = 0
+    offset: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    text_offset: int = 0
+    started: bool = False
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: RequestError | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished choice, with vLLM's attribute names."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[Any] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One finished request, with vLLM's attribute names. `error` is set where the request was refused or failed."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+    error: RequestError | None = None

@@ -1,0 +1,73 @@
+"""A request as the scheduler sees it: tokens, progress, blocks and the bill for every preemption."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from pagemill.engine.block_table import BlockTable
+from pagemill.engine.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate.
+
+    `prompt_token_ids` never changes; `output_token_ids` grows, and starts non-empty when a request is resumed from
+    what another engine has already published. `num_computed_tokens` tokens of prompt + output have their keys and
+    values in the blocks of `block_table`.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    tenant: str = "default"
+    cache_salt: str = ""
+    priority: int = 1
+    output_token_ids: list[int] = field(default_factory=list)
+
+    status: RequestStatus = RequestStatus.WAITING
+    block_table: BlockTable = field(default_factory=BlockTable)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    preempted_ms: float = 0.0
+    preempted_at: float = 0.0
+    arrived_at: float = 0.0
+    started_at: float | None = None
+    first_token_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt + generated."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens it may ever have: prompt + max_tokens."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions start..end of prompt + output."""
+        split = len(self.prompt_token_ids)
+        if end <= split:
+            return self.prompt_token_ids[start:end]
+        if start >= split:
+            return self.output_token_ids[start - split : end - split]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - split]

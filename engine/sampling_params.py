@@ -1,0 +1,148 @@
+"""How one request wants its tokens chosen and where it wants them to end.
+
+Names and meanings are vLLM's and OpenAI's. Everything is checked when the object is made, so that the step loop never
+meets a bad value; what depends on the model (vocabulary, context length) is checked by `check_vocabulary` and by
+admission.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pagemill.engine.errors import invalid
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters
+MAX_STOP_TOKEN_IDS = 128
+SEED_MASK = (1 << 64) - 1
+
+
+def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise invalid(f"{name} must be a number, got {type(value).__name__}", name)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]"
+    if not math.isfinite(number) or number < low or number > high or (low_open and number == low):
+        raise invalid(f"{name} must be in {bounds}, got {value}", name)
+    return number
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise invalid(f"{name} must be an integer, got {type(value).__name__}", name)
+    if not low <= value <= high:
+        raise invalid(f"{name} must be in [{low}, {high}], got {value}", name)
+    return value
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise invalid(f"{name} must be true or false, got {type(value).__name__}", name)
+    return value
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, Sequence) or not all(isinstance(item, str) for item in strings):
+        raise invalid("stop must be a string or a list of strings", "stop")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise invalid(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}", "stop")
+    for item in strings:
+        if not item:
+            raise invalid("stop may not hold an empty string", "stop")
+        if len(item) > MAX_STOP_LENGTH:
+            raise invalid(f"a stop string may have at most {MAX_STOP_LENGTH} characters, got {len(item)}", "stop")
+    return tuple(dict.fromkeys(strings))
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise invalid(f"{name} must be a list of token ids", name)
+    if len(value) > MAX_STOP_TOKEN_IDS:
+        raise invalid(f"{name} may hold at most {MAX_STOP_TOKEN_IDS} token ids, got {len(value)}", name)
+    return tuple(dict.fromkeys(_integer(name, item, 0, 2**31 - 1) for item in value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Decoding parameters of one request. Raises `RequestError("invalid_request")`, naming the field, on a bad value.
+
+    temperature: 0 is greedy; otherwise logits are divided by it.
+    top_k: keep the k most likely tokens (0 or -1: all). top_p: the smallest set with this probability. min_p: drop
+        tokens less likely than this share of the likeliest one.
+    seed: with it, the same request gives the same tokens whatever runs beside it. None: drawn once by the engine.
+    max_tokens: tokens to generate at most; None: what the context leaves, at most `default_max_tokens`.
+    min_tokens: no end-of-sequence and no stop before this many tokens.
+    stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
+    stop_token_ids: token ids that end the text. ignore_eos: the model's end-of-sequence does not end it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] | Sequence[str] | str | None = ()
+    stop_token_ids: tuple[int, ...] | Sequence[int] | None = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        fixed: dict[str, Any] = {
+            "temperature": _number("temperature", self.temperature, 0.0, 100.0),
+            "top_p": _number("top_p", self.top_p, 0.0, 1.0, low_open=True),
+            "min_p": _number("min_p", self.min_p, 0.0, 1.0),
+            "top_k": max(0, _integer("top_k", self.top_k, -1, 2**31 - 1)),
+            "min_tokens": _integer("min_tokens", self.min_tokens, 0, 2**31 - 1),
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+        }
+        if self.max_tokens is not None:
+            fixed["max_tokens"] = _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if fixed["min_tokens"] > fixed["max_tokens"]:
+                raise invalid(
+                    f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
+                )
+        if self.seed is not None:
+            fixed["seed"] = _integer("seed", self.seed, -(2**63), SEED_MASK) & SEED_MASK
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            _boolean(name, getattr(self, name))
+        for name, value in fixed.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> SamplingParams:
+        """Make parameters from the flat fields of a request body; a JSON null means the default."""
+        unknown = sorted(set(fields) - set(SAMPLING_FIELDS))
+        if unknown:
+            raise invalid(f"unknown field {unknown[0]!r}", unknown[0])
+        return cls(**{name: value for name, value in fields.items() if value is not None})
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `invalid_request` where a token id lies outside the model's vocabulary."""
+        for token_id in self.stop_token_ids or ():
+            if token_id >= vocab_size:
+                raise invalid(
+                    f"stop_token_ids must be below the vocabulary size {vocab_size}, got {token_id}", "stop_token_ids"
+                )
+
+
+SAMPLING_FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(SamplingParams))
