@@ -1,0 +1,295 @@
+"""A GGUF file to a folder of safetensors, config.json and tokenizer files, once.
+
+Weights are dequantised to float32 exactly as `gguf` defines them (what transformers computes, bit for bit), so that
+every dtype can be derived from them. The folder is made under another name and renamed when complete: whoever finds it
+finds all of it, also with several converters at work, and a crash leaves only a temporary folder for the next to remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.loader import Progress, no_progress
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1  # part of the cache key: raise it when the converted files change
+_SHARD_BYTES = 2 << 30
+_STALE_SECONDS = 3600
+
+_TOP_LEVEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    # Per-frequency divisors, in which GGUF keeps Llama 3's rope scaling; the Llama model knows the name.
+    "rope_freqs.weight": "rope_freqs.weight",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def converted_folder(source: Path, models: Path, progress: Progress = no_progress) -> Path:
+    """The folder below `models` that holds `source` converted; made if it is not there yet.
+
+    The file is known by path, size and time of change, so that finding it converted reads nothing of it. Raises
+    `ConfigError` on a file that is missing, damaged or of an architecture that is not supported, and where the folder
+    cannot be written.
+    """
+    try:
+        stat = source.stat()
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror or error}") from error
+    key = f"{_FORMAT}\0{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    stem = re.sub(r"[^\w.-]+", "-", source.stem)[:80]
+    target = models / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if target.is_dir():
+        return target
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        _remove_stale(models)
+        work = Path(tempfile.mkdtemp(prefix=".converting-", dir=models))
+    except OSError as error:
+        raise ConfigError(
+            f"converted models are kept in {models}, which cannot be written ({error}); set cache_dir"
+        ) from error
+    from safetensors import SafetensorError
+
+    try:
+        convert(source, work, progress)
+        work.chmod(0o755)
+        for file in work.iterdir():  # made private by mkdtemp and safetensors; a cache may serve several users
+            file.chmod(0o644)
+        try:
+            work.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process was faster with the same file
+                raise
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{source.name} could not be converted in {models}: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def convert(source: Path, folder: Path, progress: Progress = no_progress) -> None:
+    """Write the model in the GGUF file `source` into the existing, empty `folder`."""
+    reader = _open(source)
+    config, generation = _configuration(reader, source)
+    _write_tokenizer(reader, source, folder)
+    _write_weights(reader, config, source, folder, progress)
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _open(source: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(source)
+    except Exception as error:  # the reader checks little: damage shows as whatever NumPy meets first
+        raise ConfigError(f"{source} is damaged or not a GGUF file: {error}") from error
+    size = source.stat().st_size
+    for tensor in reader.tensors:
+        if int(tensor.data_offset) + int(tensor.n_bytes) > size:
+            raise ConfigError(f"{source} is not complete: tensor {tensor.name} ends behind the file")
+    return reader
+
+
+def _field(reader: Any, name: str, default: Any = None) -> Any:
+    field = reader.get_field(name)
+    return default if field is None else field.contents()
+
+
+def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json from the file's metadata."""
+
+    def refuse(what: str) -> ConfigError:
+        return ConfigError(f"{source.name}: {what}")
+
+    architecture = _field(reader, "general.architecture")
+    if architecture != "llama":
+        raise refuse(f"GGUF architecture {architecture!r} is not supported; supported is 'llama' (Llama and Mistral)")
+    if _field(reader, "split.count", 0) > 1:
+        raise refuse("this is one part of a split GGUF; join them with `llama-gguf-split --merge`")
+    if _field(reader, "llama.expert_count", 0):
+        raise refuse("mixture-of-experts models are not supported")
+
+    def number(name: str, default: Any = None) -> Any:
+        value = _field(reader, f"llama.{name}", default)
+        if isinstance(value, list):  # written per layer by some converters
+            value = value[0] if len(set(value)) == 1 else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise refuse(f"llama.{name} is missing or not one number")
+        return value
+
+    shapes = {tensor.name: [int(size) for size in reversed(tensor.shape)] for tensor in reader.tensors}
+    if "token_embd.weight" not in shapes:
+        raise refuse("the file has no token_embd.weight")
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", number("rope.dimension_count", hidden // max(1, heads)))
+    if number("rope.dimension_count", head_dim) != head_dim:
+        raise refuse("rotary embedding of a part of the head is not supported")
+    if number("attention.value_length", head_dim) != head_dim:
+        raise refuse("keys and values of different length are not supported")
+    window = _field(reader, "llama.attention.sliding_window")
+    config: dict[str, Any] = {
+        "architectures": ["MistralForCausalLM" if window else "LlamaForCausalLM"],
+        "model_type": "mistral" if window else "llama",
+        "vocab_size": shapes["token_embd.weight"][0],
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(reader, number, refuse),
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "dtype": "float32",
+    }
+    if window:
+        config["sliding_window"] = int(window)
+    ids = [_field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    eos = [int(item) for item in dict.fromkeys(ids) if item is not None]
+    config["bos_token_id"] = _field(reader, "tokenizer.ggml.bos_token_id")
+    config["eos_token_id"] = eos[0] if eos else None
+    return config, {"bos_token_id": config["bos_token_id"], "eos_token_id": eos or None}
+
+
+def _rope(reader: Any, number: Any, refuse: Any) -> dict[str, Any]:
+    kind = _field(reader, "llama.rope.scaling.type", "none")
+    rope: dict[str, Any] = {"rope_theta": float(number("rope.freq_base", 10000.0)), "rope_type": "default"}
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": float(number("rope.scaling.factor"))}
+    elif kind != "none":
+        raise refuse(f"rope scaling {kind!r} is not supported; supported are none, linear and llama3")
+    return rope
+
+
+def _write_tokenizer(reader: Any, source: Path, folder: Path) -> None:
+    """Through transformers, which knows the tokenizers of GGUF; a file without one gives a folder without one."""
+    if _field(reader, "tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        return
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(source.parent), gguf_file=source.name, local_files_only=True, trust_remote_code=False
+            )
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # transformers raises whatever its converter stumbles over
+            raise ConfigError(f"{source.name}: its tokenizer is not supported by transformers: {error}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' remarks on a tokenizer without a model from the user's terminal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _write_weights(reader: Any, config: dict[str, Any], source: Path, folder: Path, progress: Progress) -> None:
+    from gguf import dequantize
+    from safetensors.numpy import save_file
+
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    names = {tensor.name: _stored_name(tensor.name, source) for tensor in reader.tensors}
+    shards: list[list[str]] = []
+    shard: dict[str, np.ndarray[Any, Any]] = {}
+
+    def flush() -> None:
+        if shard:
+            path = folder / f"part-{len(shards)}.safetensors"
+            save_file(shard, path, metadata={"format": "pt"})
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+            shards.append(list(shard))
+            shard.clear()
+
+    for done, tensor in enumerate(reader.tensors):
+        try:
+            weights = dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError, KeyError) as error:
+            kind = getattr(tensor.tensor_type, "name", tensor.tensor_type)
+            raise ConfigError(
+                f"{source.name}: tensor {tensor.name} has the type {kind}, which gguf cannot dequantise: {error}"
+            ) from error
+        weights = np.ascontiguousarray(weights, dtype=np.float32)
+        part = _LAYER_TENSOR.fullmatch(tensor.name)
+        if part and part[2] in heads:
+            weights = _unpermute(weights, heads[part[2]], tensor.name, source)
+        shard[names[tensor.name]] = weights
+        if sum(item.nbytes for item in shard.values()) >= _SHARD_BYTES:
+            flush()
+        progress(f"converting {source.name}", (done + 1) / len(reader.tensors))
+    flush()
+    _name_shards(folder, shards)
+
+
+def _stored_name(name: str, source: Path) -> str:
+    if name in _TOP_LEVEL:
+        return _TOP_LEVEL[name]
+    part = _LAYER_TENSOR.fullmatch(name)
+    if part is None or part[2] not in _IN_LAYER:
+        raise ConfigError(f"{source.name}: tensor {name} has no place in a Llama model")
+    return f"model.layers.{part[1]}.{_IN_LAYER[part[2]]}.{part[3]}"
+
+
+def _unpermute(weights: np.ndarray[Any, Any], heads: int, name: str, source: Path) -> np.ndarray[Any, Any]:
+    """Undo the interleaving of rotary pairs that GGUF's Llama converter applies to queries and keys."""
+    rows = weights.shape[0]
+    if heads < 1 or rows % (2 * heads):
+        raise ConfigError(f"{source.name}: {name} has {rows} rows, which {heads} heads cannot share")
+    pairs = weights.reshape(heads, rows // heads // 2, 2, *weights.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
+
+
+def _name_shards(folder: Path, shards: list[list[str]]) -> None:
+    if len(shards) == 1:
+        (folder / "part-0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"part-{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _remove_stale(models: Path) -> None:
+    """Remove what converters that were killed left behind."""
+    for path in models.glob(".converting-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,123 @@
+"""The weights of a checkpoint by name, each read once, straight into the tensor that will hold it.
+
+What a model does not find, finds in another shape, or does not use is an error with the tensor's name: a checkpoint
+that differs from what the model expects in any of these ways would answer nonsense without a word.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.loader import Progress, no_progress
+
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_PREFIX = "model."  # checkpoints of the bare model, without its head, lack it
+
+
+class Checkpoint:
+    """Tensors of some safetensors or PyTorch files. Names are without the leading "model.".
+
+    Raises `ConfigError` on a damaged file, here or at the first read.
+    """
+
+    def __init__(self, files: Sequence[Path], progress: Progress = no_progress) -> None:
+        self._progress = progress
+        self._tensors: dict[str, tuple[Any, str]] = {}  # name -> (open file, name in it)
+        self._unused: set[str] = set()
+        for path in files:
+            reader = _PyTorchFile(path) if path.suffix == ".bin" else _SafetensorsFile(path)
+            for stored in reader.names:
+                name = stored.removeprefix(_PREFIX)
+                if name in self._tensors:
+                    raise ConfigError(f"{path}: tensor {name} is there twice")
+                self._tensors[name] = (reader, stored)
+        self._unused.update(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def copy_into(self, name: str, destination: torch.Tensor) -> None:
+        """Fill `destination` with the tensor `name`, converted to its dtype and device."""
+        if name not in self._tensors:
+            raise ConfigError(f"the checkpoint lacks the weight {name} {tuple(destination.shape)}")
+        reader, stored = self._tensors[name]
+        tensor = reader.read(stored)
+        if tensor.dtype not in _FLOATING:
+            raise ConfigError(f"weight {name} is {tensor.dtype}: quantised checkpoints are not supported")
+        if tensor.shape != destination.shape:
+            expected = tuple(destination.shape)
+            raise ConfigError(f"weight {name} has shape {tuple(tensor.shape)}; config.json says {expected}")
+        destination.copy_(tensor)
+        self._unused.discard(name)
+        self._progress("loading weights", 1 - len(self._unused) / len(self._tensors))
+
+    def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        """The tensor `name` of this shape, as a new tensor."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self.copy_into(name, tensor)
+        return tensor
+
+    def stack(
+        self, names: Iterable[str], sizes: Iterable[int], tail: Sequence[int], *, dtype: torch.dtype, device: str
+    ) -> torch.Tensor:
+        """Tensors of shape (size, *tail) one under another: separate projections fused into one."""
+        sizes = list(sizes)
+        fused = torch.empty((sum(sizes), *tail), dtype=dtype, device=device)
+        for name, part in zip(names, torch.split(fused, sizes), strict=True):
+            self.copy_into(name, part)
+        return fused
+
+    def ignore(self, pattern: str) -> None:
+        """Leave out the tensors whose whole name matches a regular expression."""
+        self._unused = {name for name in self._unused if not re.fullmatch(pattern, name)}
+
+    def finish(self) -> None:
+        """Raise `ConfigError` where tensors are left that the model has no place for."""
+        if self._unused:
+            first = min(self._unused)
+            raise ConfigError(f"the checkpoint has {len(self._unused)} weights that the model lacks, first {first}")
+
+
+class _SafetensorsFile:
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._error = SafetensorError
+        self._path = path
+        try:
+            self._file: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged or not complete: {error}") from error
+        self.names: list[str] = list(self._file.keys())
+
+    def read(self, name: str) -> torch.Tensor:
+        try:
+            tensor: torch.Tensor = self._file.get_tensor(name)
+        except (self._error, OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{self._path}: weight {name} cannot be read: {error}") from error
+        return tensor
+
+
+class _PyTorchFile:
+    """A pickled state dict, read with PyTorch's restricted unpickler: tensors only, no code."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged or not a PyTorch state dict: {error}") from error
+        if not isinstance(state, dict) or not all(isinstance(item, torch.Tensor) for item in state.values()):
+            raise ConfigError(f"{path} does not hold a state dict")
+        self._state: dict[str, torch.Tensor] = state
+        self.names: list[str] = list(state)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._state[name]
