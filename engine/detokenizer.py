@@ -1,0 +1,71 @@
+"""Token ids to text, one at a time, for text that is sent while it grows.
+
+Bytes of tokens go through an incremental UTF-8 decoder, so half a character stays inside until its other half comes,
+and the pieces joined are the text of all ids. Bytes that can become no character give U+FFFD as soon as that is
+certain, and at most one more at the end, where generation stopped in mid-character: what `tokenizer.decode` gives too.
+
+One difference is meant: SentencePiece's byte fallback turns a whole run of byte tokens into U+FFFD when its last
+character is unfinished. Here the characters before it, whole and already sent, stay.
+
+The prompt is never part of the text. A character belongs to whoever wrote its first byte, so the bytes that finish a
+character begun in the prompt are left out; a leading space is dropped only where nothing stands before the output.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from pagemill.engine.tokenizer import Tokenizer
+
+_UTF8_MAX_PENDING = 3
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer:
+    """The text of one sequence. Cost per token: O(length of its text)."""
+
+    __slots__ = ("_at_start", "_in_prompt_character", "_pieces", "_skip_special", "_utf8")
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._pieces = tokenizer.token_bytes
+        self._skip_special = skip_special_tokens
+        self._utf8 = _Utf8Decoder("replace")
+        self._at_start = True
+        self._in_prompt_character = False
+        tail = b""
+        for token_id in reversed(prompt_token_ids):
+            tail = self._bytes(token_id) + tail
+            if len(tail) > _UTF8_MAX_PENDING:
+                break
+        if tail:
+            self._at_start = False
+            self._utf8.decode(tail)
+            self._in_prompt_character = bool(self._utf8.getstate()[0])
+
+    def append(self, token_id: int) -> str:
+        """Add a token; return the characters that it makes whole."""
+        piece = self._bytes(token_id)
+        if self._at_start and piece:
+            self._at_start = False
+            piece = self._pieces.without_lead(piece)
+        text = self._utf8.decode(piece)
+        if self._in_prompt_character and text:
+            self._in_prompt_character = False
+            return text[1:]
+        return text
+
+    def flush(self) -> str:
+        """End the text: U+FFFD if it stops in mid-character, else nothing."""
+        text = self._utf8.decode(b"", final=True)
+        if self._in_prompt_character:
+            self._in_prompt_character = False
+            return text[1:]
+        return text
+
+    def _bytes(self, token_id: int) -> bytes:
+        if self._skip_special and self._pieces.is_special(token_id):
+            return b""
+        return self._pieces[token_id]

@@ -1,0 +1,122 @@
+"""From sampled token ids to final text and an end, for one sequence. State is a function of the tokens alone, so a
+sequence that another engine began goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill.engine.detokenizer import Detokenizer
+from pagemill.engine.errors import invalid
+from pagemill.engine.request import Request
+from pagemill.engine.stopping import Finish, StopChecker, StopStrings
+from pagemill.engine.tokenizer import Tokenizer
+
+
+class OutputProcessor:
+    """Feed it every token with `append`, ask for text with `take_text`.
+
+    Text is final when no later token can change it: whole characters that begin no stop string. The stop string that
+    ends a sequence, and everything after it, never becomes text (the string does with include_stop_str_in_output);
+    nor does the text of the token that ends it by its id. Without a tokenizer the text stays empty.
+
+    Made for a request that already has `output_token_ids`, it is in the state of the processor that saw those tokens
+    and whose text was taken: `text_length` says how much. `finished` is set if they already ended the sequence.
+
+    Raises `invalid_request` where stop strings are asked for and there is no tokenizer to find them with.
+    """
+
+    __slots__ = (
+        "_checker",
+        "_detokenizer",
+        "_flushed",
+        "_include_stop",
+        "_ready",
+        "_stops",
+        "_tail",
+        "_text_length",
+        "finished",
+    )
+
+    def __init__(self, tokenizer: Tokenizer | None, request: Request, eos_token_ids: Sequence[int]) -> None:
+        params = request.params
+        if params.stop and tokenizer is None:
+            raise invalid("stop strings need a tokenizer, and this engine runs without one", "stop")
+        self._checker = StopChecker(params, request.max_tokens, eos_token_ids)
+        self._detokenizer = (
+            Detokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            if tokenizer is not None
+            else None
+        )
+        self._stops = StopStrings(tuple(params.stop)) if params.stop else None
+        self._include_stop = params.include_stop_str_in_output
+        self._ready: list[str] = []
+        self._tail = ""
+        self._text_length = 0
+        self._flushed = False
+        self.finished: Finish | None = None
+        for token_id in request.output_token_ids:
+            if self.append(token_id) is not None:
+                break
+        self.take_text()
+
+    @property
+    def text_length(self) -> int:
+        """Characters that `take_text` has returned so far."""
+        return self._text_length
+
+    def append(self, token_id: int) -> Finish | None:
+        """Add the next token; return the end of the sequence if this token brings it. Then its text is complete."""
+        finish = self._checker.append(token_id)
+        if self._detokenizer is not None and finish is None:
+            finish = self._add_text(self._detokenizer.append(token_id))
+        if finish is None and self._checker.is_full:
+            finish = Finish("length")
+        if finish is not None:
+            finish = self._flush() or finish
+            self.finished = finish
+        return finish
+
+    def take_text(self) -> str:
+        """The characters that have become final since the last call."""
+        text = "".join(self._ready)
+        self._ready.clear()
+        self._text_length += len(text)
+        return text
+
+    def finish(self) -> None:
+        """End the text from outside (a cancelled request): what was held back becomes final. May be called twice."""
+        self._flush()
+
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Ids that may not be sampled next: what would end the sequence before min_tokens."""
+        return self._checker.banned_token_ids()
+
+    def _flush(self) -> Finish | None:
+        """Release held text; the replacement character of half a character may complete a stop string."""
+        if self._flushed:
+            return None
+        finish = self._add_text(self._detokenizer.flush()) if self._detokenizer is not None else None
+        self._flushed = True
+        if self._tail:
+            self._ready.append(self._tail)
+            self._tail = ""
+        return finish
+
+    def _add_text(self, text: str) -> Finish | None:
+        if not text or self._flushed:
+            return None
+        if self._stops is None:
+            self._ready.append(text)
+            return None
+        match = self._stops.feed(text, counts=self._checker.may_stop)
+        if match is not None:
+            text = self._tail + text[: match.end]
+            self._ready.append(text if self._include_stop else text[: len(text) - len(match.stop)])
+            self._tail = ""
+            self._flushed = True
+            return Finish("stop", match.stop)
+        text = self._tail + text
+        held = 0 if self._include_stop else self._stops.held
+        self._tail = text[len(text) - held :]
+        self._ready.append(text[: len(text) - held])
+        return None
