@@ -39,13 +39,18 @@ class Request:
     block_table: BlockTable = field(default_factory=BlockTable)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
+
+    block_hashes: list[bytes] = field(default_factory=list)  # names of the full blocks, as far as needed yet
+    num_published_blocks: int = 0  # leading blocks of the table that the prefix cache knows
+    num_announced_blocks: int = 0  # leading blocks whose names were announced while being computed
+    promised_blocks: int = 0  # blocks that the pool keeps back for it
 
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_lost_tokens: int = 0  # computed before the last preemption; what of it is not found again is recomputed
     preempted_ms: float = 0.0
-    preempted_at: float = 0.0
-    arrived_at: float = 0.0
+    preempted_at: float | None = None
+    arrived_at: float = 0.0  # all times: seconds of the scheduler's clock
     started_at: float | None = None
     first_token_at: float | None = None
 
@@ -55,9 +60,9 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def max_total_tokens(self) -> int:
-        """Tokens it may ever have: prompt + max_tokens."""
-        return len(self.prompt_token_ids) + self.max_tokens
+    def max_slots(self) -> int:
+        """KV slots it may ever need: prompt + max_tokens - 1, since nothing follows the last token."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
     def is_finished(self) -> bool:

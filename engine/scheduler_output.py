@@ -23,10 +23,14 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: sequences in batch order, block copies (source, destination) to make first, who was preempted."""
+    """One step: sequences in batch order (decodes first), block copies (source, destination) to make before it.
+
+    `preempted`: lost their blocks to make room. `outgrown`: alone and too large for the pool, so they end here.
+    """
 
     step: int
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    outgrown: list[Request] = field(default_factory=list)
     num_tokens: int = 0

@@ -1,0 +1,78 @@
+"""Putting an engine together from its settings: model files, runner, tokenizer, scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagemill.engine.admission import Limits
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.engine.kv_cache_manager import KVCacheManager
+from pagemill.engine.loader import Progress, no_progress, resolve_model
+from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.scheduler import Scheduler
+from pagemill.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine turned out to be. Sizes in tokens; `num_blocks` without the null block."""
+
+    model_name: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """One engine, ready to step."""
+
+    config: EngineConfig
+    info: EngineInfo
+    limits: Limits
+    core: EngineCore
+    tokenizer: Tokenizer | None
+
+
+def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts:
+    """Load the model and make the pool. `progress` hears of everything that takes time.
+
+    Raises `ConfigError` where a setting, the model or the machine's memory does not allow it.
+    """
+    folder = resolve_model(config.model, config.cache_dir, progress)
+    runner = ModelRunner(config, folder, progress)
+    tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(folder.path)
+    spec = runner.spec
+    cache = KVCacheManager(
+        runner.num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        model_name=config.model_name,
+    )
+    scheduler = Scheduler(cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=runner.max_num_batched_tokens)
+    info = EngineInfo(
+        model_name=config.model_name,
+        dtype=runner.dtype_name,
+        device=runner.device,
+        vocab_size=spec.vocab_size,
+        max_model_len=runner.max_model_len,
+        block_size=config.block_size,
+        num_blocks=cache.num_usable,
+        bytes_per_block=runner.bytes_per_block,
+        eos_token_ids=tuple(sorted(spec.eos_token_ids)),
+    )
+    limits = Limits(
+        vocab_size=spec.vocab_size,
+        max_model_len=runner.max_model_len,
+        block_size=config.block_size,
+        num_blocks=cache.num_usable,
+        default_max_tokens=config.default_max_tokens,
+    )
+    core = EngineCore(scheduler, runner, tokenizer, info.eos_token_ids)
+    return EngineParts(config, info, limits, core, tokenizer)

@@ -1,0 +1,235 @@
+"""The engine for asyncio: one thread steps the device, the event loop submits and receives.
+
+The step thread owns the core; nobody else touches it. Requests and aborts reach it through an inbox that it empties
+between steps, increments reach the event loop in one callback per step. What the loop wants to know about the pool it
+reads from the snapshot that the thread leaves behind after each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pagemill.engine.assembly import EngineInfo, EngineParts, build
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import EngineDeadError, RequestError
+from pagemill.engine.loader import Progress, no_progress
+from pagemill.engine.outputs import SequenceOutput
+from pagemill.engine.prompt import Prompt, make_request
+from pagemill.engine.request import Request
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduler import SchedulerStatistics
+
+Sink = Callable[[SequenceOutput], None]
+
+IDLE_CHECK_S = 1.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """What the event loop remembers of a live request. `blocks`: its need while it has not started."""
+
+    sink: Sink
+    blocks: int
+
+
+class AsyncEngine:
+    """Submit requests from the event loop, get increments on it. Made by `create` inside a running loop."""
+
+    def __init__(self, parts: EngineParts, loop: asyncio.AbstractEventLoop) -> None:
+        self._parts = parts
+        self._core = parts.core
+        self._loop = loop
+        self._live: dict[str, _Live] = {}
+        self._pending_blocks = 0
+        self._room = asyncio.Event()
+        self._room.set()
+        self._wake = threading.Condition()
+        self._inbox: deque[Request | tuple[str, RequestError | None]] = deque()
+        self._stopping = False
+        self._statistics = parts.core.scheduler.statistics()
+        self._failure: EngineDeadError | None = None
+        self._dead = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="pagemill-step", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    async def create(cls, config: EngineConfig, progress: Progress = no_progress) -> AsyncEngine:
+        """Load the model off the loop and start the step thread. Raises `ConfigError`."""
+        parts = await asyncio.to_thread(build, config, progress)
+        return cls(parts, asyncio.get_running_loop())
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._parts.info
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._parts.config
+
+    async def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        tenant: str = "default",
+        cache_salt: str = "",
+        priority: int = 1,
+        seed: int | None = None,
+        output_token_ids: Sequence[int] = (),
+    ) -> Request:
+        """Tokenise off the loop and check. Raises `RequestError` for whatever this engine can never serve."""
+
+        def work() -> Request:
+            return make_request(
+                request_id,
+                prompt,
+                params,
+                self._parts.limits,
+                self._parts.tokenizer,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                priority=priority,
+                seed=seed,
+                output_token_ids=output_token_ids,
+            )
+
+        return await asyncio.to_thread(work)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hand a prepared request to the step thread. `sink` gets its increments on the event loop, the last one with
+        a finish_reason. Raises `duplicate_id` while the id is live, `EngineDeadError` after a device failure."""
+        if self._failure is not None:
+            raise self._failure
+        if request.request_id in self._live:
+            raise RequestError("duplicate_id", f"request {request.request_id} is running already", param="id")
+        blocks = -(-request.num_tokens // self.info.block_size)
+        self._live[request.request_id] = _Live(sink, blocks)
+        self._pending_blocks += blocks
+        self._update_room()
+        self._send(request)
+
+    def abort(self, request_id: str, error: RequestError | None = None) -> None:
+        """End a request within one step, as "cancelled", or as "error" with the error given. Unknown ids: no-op."""
+        if request_id in self._live:
+            self._send((request_id, error))
+
+    @property
+    def num_live(self) -> int:
+        """Requests submitted and not ended."""
+        return len(self._live)
+
+    def has_room(self) -> bool:
+        """Whether one more request could start about now: a free seat, and what waits here already fits the pool."""
+        if not self._live:
+            return self._failure is None
+        free = self._statistics.cache.pool.free - self._statistics.cache.promised_blocks
+        return self._failure is None and len(self._live) < self.config.max_num_seqs and self._pending_blocks < free
+
+    async def wait_for_room(self) -> None:
+        """Return once `has_room`. Raises `EngineDeadError` after a device failure."""
+        while not self.has_room():
+            if self._failure is not None:
+                raise self._failure
+            self._room.clear()
+            await self._room.wait()
+
+    async def wait_for_death(self) -> EngineDeadError:
+        """Return the failure when the device has failed; for ever otherwise."""
+        await self._dead.wait()
+        assert self._failure is not None
+        return self._failure
+
+    def statistics(self) -> SchedulerStatistics:
+        """The scheduler's and the pool's figures as of the last step."""
+        return self._statistics
+
+    async def check(self) -> None:
+        """Assert every invariant. Only while nothing is live."""
+        assert not self._live, "check() wants an idle engine"
+        self._core.check()
+
+    async def stop(self) -> None:
+        """End the step thread after the step in flight. Live requests get no further increment."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # -- the step thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        core = self._core
+        checked = True
+        try:
+            while True:
+                with self._wake:
+                    idle = not self._inbox and not core.has_requests and not self._stopping
+                    if idle:
+                        self._wake.wait(timeout=None if checked else IDLE_CHECK_S)
+                        idle = not self._inbox and not self._stopping
+                    if self._stopping:
+                        return
+                    inbox = list(self._inbox)
+                    self._inbox.clear()
+                if idle:
+                    # Nothing came for a while: the time to notice a leaked block, at nobody's cost.
+                    core.check()
+                    checked = True
+                    continue
+                checked = False
+                outputs: list[SequenceOutput] = []
+                for message in inbox:
+                    if isinstance(message, Request):
+                        outputs += core.add(message)
+                    else:
+                        ended = core.abort(*message)
+                        outputs += [ended] if ended is not None else []
+                if core.has_requests:
+                    outputs += core.step()
+                self._post(self._deliver, outputs, core.scheduler.statistics())
+        except BaseException as exception:
+            failure = EngineDeadError(f"the engine's step failed: {type(exception).__name__}: {exception}")
+            failure.__cause__ = exception
+            self._post(self._die, failure)
+
+    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # -- the event loop's side -----------------------------------------------------------------------------------
+
+    def _send(self, message: Request | tuple[str, RequestError | None]) -> None:
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def _deliver(self, outputs: list[SequenceOutput], statistics: SchedulerStatistics) -> None:
+        self._statistics = statistics
+        for output in outputs:
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue
+            if output.started or output.finish_reason is not None:
+                self._pending_blocks -= live.blocks
+                live.blocks = 0
+            if output.finish_reason is not None:
+                del self._live[output.request_id]
+            live.sink(output)
+        self._update_room()
+
+    def _die(self, failure: EngineDeadError) -> None:
+        self._failure = failure
+        self._live.clear()
+        self._room.set()
+        self._dead.set()
+
+    def _update_room(self) -> None:
+        if self.has_room():
+            self._room.set()
+        else:
+            self._room.clear()

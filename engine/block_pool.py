@@ -1,0 +1,230 @@
+"""The pool of KV blocks: who holds which block, and which block is handed out next.
+
+The idea. The KV cache is cut into equal blocks, so any free block serves any sequence and nothing is ever lost to
+fragmentation between blocks; a sequence wastes at most its last, partly filled block. Blocks are counted references:
+a block that two sequences share has count 2 and returns to the free list when the last of them lets go.
+
+A free block keeps its content until it is handed out again. If that content is a full block of tokens, its hash stays
+findable and a later request with the same prefix takes the block back from the middle of the free list. So the free
+list is at once the stock and the cache's LRU order: `allocate` takes from its head, which holds blocks without reusable
+content first and then the cached block that was let go longest ago.
+
+Invariants, asserted by `check`:
+  * free blocks + referenced blocks = total - 1 (block 0 is the null block: never handed out, a target for padding);
+  * the reference count of a block = the number of times the block tables (and the step fence) hold it;
+  * a block is on the free list exactly when its reference count is 0;
+  * the hash map and the blocks' hashes are the same relation.
+
+Rejected: a radix tree of tokens (no block boundaries to lose hits to, but splits, merges and leaf eviction on every
+step); a heap or a clock for eviction (LRU over an intrusive list is O(1) and exact); moving blocks to compact them
+(block tables make that pointless).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+NULL_BLOCK = 0
+
+
+class KVCacheBlock:
+    """One block's bookkeeping. Made once for each block when the pool is made; `prev` and `next` link the free list."""
+
+    __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: bytes | None = None
+        self.prev: KVCacheBlock | None = None
+        self.next: KVCacheBlock | None = None
+
+
+class FreeBlockQueue:
+    """Doubly linked list threaded through the blocks themselves: O(1) at both ends and from the middle."""
+
+    __slots__ = ("_head", "_tail", "count")
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._head = KVCacheBlock(-1)
+        self._tail = KVCacheBlock(-1)
+        self._head.next, self._tail.prev = self._tail, self._head
+        self.count = 0
+        for block in blocks:
+            self.append(block)
+
+    def _insert(self, block: KVCacheBlock, before: KVCacheBlock) -> None:
+        previous = before.prev
+        assert previous is not None and block.prev is None and block.next is None
+        previous.next, block.prev = block, previous
+        block.next, before.prev = before, block
+        self.count += 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Hand this block out last."""
+        self._insert(block, self._tail)
+
+    def append_left(self, block: KVCacheBlock) -> None:
+        """Hand this block out next."""
+        first = self._head.next
+        assert first is not None
+        self._insert(block, first)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        previous, following = block.prev, block.next
+        assert previous is not None and following is not None, f"block {block.block_id} is not on the free list"
+        previous.next, following.prev = following, previous
+        block.prev = block.next = None
+        self.count -= 1
+
+    def pop_left(self) -> KVCacheBlock:
+        block = self._head.next
+        assert block is not None and block is not self._tail, "the free list is empty"
+        self.remove(block)
+        return block
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        block = self._head.next
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """Counts of blocks. `cached`: free blocks whose content can still be reused. `evicted`: contents lost so far."""
+
+    total: int
+    free: int
+    used: int
+    shared: int
+    cached: int
+    evicted: int
+
+
+class BlockPool:
+    """All KV blocks of one engine. `num_blocks` counts the null block, so `num_blocks - 1` can be handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self._free = FreeBlockQueue(self.blocks[1:])
+        self._by_hash: dict[bytes, KVCacheBlock] = {}
+        self._shared = 0
+        self._cached_in_use = 0
+        self._evicted = 0
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that sequences can ever hold."""
+        return len(self.blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        return self._free.count
+
+    @property
+    def num_used(self) -> int:
+        return len(self.blocks) - 1 - self._free.count
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, each with one reference. The caller has looked at `num_free`."""
+        assert count <= self._free.count, f"{count} blocks asked for, {self._free.count} free"
+        taken: list[int] = []
+        for _ in range(count):
+            block = self._free.pop_left()
+            if block.block_hash is not None:
+                del self._by_hash[block.block_hash]
+                block.block_hash = None
+                self._evicted += 1
+            block.ref_count = 1
+            taken.append(block.block_id)
+        return taken
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Add one reference to each block; a cached free block comes back into use."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                self._free.remove(block)
+                self._cached_in_use += block.block_hash is not None
+            elif block.ref_count == 1:
+                self._shared += 1
+            block.ref_count += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each block, given in token order. Of one sequence the tail is evicted first, since a
+        prefix serves more requests than what follows it."""
+        blocks = self.blocks
+        for block_id in reversed(block_ids):
+            block = blocks[block_id]
+            assert block.ref_count > 0 and block_id != NULL_BLOCK, f"block {block_id} freed without being held"
+            block.ref_count -= 1
+            if block.ref_count == 1:
+                self._shared -= 1
+            elif block.ref_count == 0:
+                if block.block_hash is None:
+                    self._free.append_left(block)
+                else:
+                    self._cached_in_use -= 1
+                    self._free.append(block)
+
+    def cache(self, block_id: int, block_hash: bytes) -> bool:
+        """Make a held, full and computed block findable by its hash. False where another block already is."""
+        block = self.blocks[block_id]
+        assert block.ref_count > 0, f"block {block_id} cached without being held"
+        if block_hash in self._by_hash or block.block_hash is not None:
+            return False
+        block.block_hash = block_hash
+        self._by_hash[block_hash] = block
+        self._cached_in_use += 1
+        return True
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block with this content, held or free; `touch` it before anything else is allocated."""
+        block = self._by_hash.get(block_hash)
+        return None if block is None else block.block_id
+
+    def is_free(self, block_id: int) -> bool:
+        return self.blocks[block_id].ref_count == 0
+
+    def forget_cached(self) -> int:
+        """Drop every cached content; held blocks stay held. Returns how many hashes were forgotten."""
+        forgotten = len(self._by_hash)
+        for block in self._by_hash.values():
+            block.block_hash = None
+        self._by_hash.clear()
+        self._cached_in_use = 0
+        return forgotten
+
+    def statistics(self) -> PoolStatistics:
+        return PoolStatistics(
+            total=self.num_usable,
+            free=self.num_free,
+            used=self.num_used,
+            shared=self._shared,
+            cached=len(self._by_hash) - self._cached_in_use,
+            evicted=self._evicted,
+        )
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Assert the pool's invariants, given every list of block ids that holds references. O(total blocks)."""
+        held = Counter(block_id for block_ids in holders for block_id in block_ids)
+        assert held[NULL_BLOCK] == 0, "a sequence holds the null block"
+        for block in self.blocks:
+            assert block.ref_count == held[block.block_id], (
+                f"block {block.block_id} has {block.ref_count} references but is held {held[block.block_id]} times"
+            )
+            if block.block_hash is not None:
+                assert self._by_hash.get(block.block_hash) is block, f"block {block.block_id} is not findable"
+        free = {block.block_id for block in self._free}
+        assert len(free) == self._free.count, "the free list holds a block twice or miscounts"
+        assert free == {b.block_id for b in self.blocks[1:] if b.ref_count == 0}, "free list and counts disagree"
+        assert len(free) + sum(b.ref_count > 0 for b in self.blocks) == self.num_usable, "blocks were lost"
+        hashed = [block for block in self.blocks if block.block_hash is not None]
+        assert len(hashed) == len(self._by_hash), "the hash map holds a stale block"
+        assert self._shared == sum(block.ref_count > 1 for block in self.blocks), "shared blocks are miscounted"
+        assert self._cached_in_use == sum(block.ref_count > 0 for block in hashed), "cached blocks are miscounted"
