@@ -1,0 +1,58 @@
+"""Which tile shapes, warps and pipeline stages the attention kernel is compiled with, by device and head shape.
+
+A table instead of autotuning: the choice is the same on every start, nothing is compiled or timed while requests wait,
+and a CUDA graph capture cannot meet a trial run. The entries come from the compiler's own figures (registers, spills,
+shared memory: `python -m pagemill.kernels.build`), not yet from timings on a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagemill.kernels.triton.plan import TileShape
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What the kernels' choices depend on: compute capability (90 for 9.0) and the number of multiprocessors."""
+
+    capability: int
+    multiprocessors: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """One compiled variant: tile shape, warps per program, stages of the load pipeline."""
+
+    shape: TileShape
+    num_warps: int
+    num_stages: int
+
+
+PROGRAMS_PER_MULTIPROCESSOR = 3
+"""Decode programs that fit a multiprocessor at once by their registers; what splitting fills the device up to."""
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The matrix unit takes powers of two, 16 at least."""
+    return max(16, next_power_of_two(head_dim))
+
+
+def decode_config(capability: int, *, head_dim: int, itemsize: int, group: int) -> AttentionConfig:
+    """Few query rows, all time in reading keys and values: the smallest row tile that holds one token's group."""
+    tile = 64 if padded_head_dim(head_dim) * itemsize <= 256 else 32
+    return AttentionConfig(TileShape(max(16, next_power_of_two(group)), tile), num_warps=4, num_stages=3)
+
+
+def prefill_config(capability: int, *, head_dim: int, itemsize: int, group: int) -> AttentionConfig:
+    """Many query rows, time in the matrix unit: the largest row tile that stays in registers."""
+    row_bytes = padded_head_dim(head_dim) * itemsize
+    wide = row_bytes <= 128 or (row_bytes <= 256 and capability >= 90)
+    block_m = max(128 if wide else 64, next_power_of_two(group))
+    return AttentionConfig(
+        TileShape(block_m, 64 if row_bytes <= 256 else 32), num_warps=8 if block_m >= 128 else 4, num_stages=3
+    )
