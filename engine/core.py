@@ -60,7 +60,6 @@ class EngineCore:
         finish = processor.finished
         if finish is None:
             return []
-        processor.finish()
         output = self._take(request)
         output.stop_reason = finish.stop_reason
         return [self._end(request, output, finish.reason)]
@@ -118,8 +117,6 @@ class EngineCore:
         self.scheduler.append_token(request, token_id)
         try:
             finish = self._processors[request.request_id].append(token_id)
-            if finish is not None:
-                self._processors[request.request_id].finish()
             output = self._take(request, [token_id])
         except Exception as exception:
             # Text handling is per request: whatever it trips over must not end the neighbours. The token was not told.
