@@ -1,0 +1,111 @@
+"""The events of a request: their JSON, and folding them back into what was generated.
+
+Event order within a request: `started` (once for each engine that ran it), `delta`..., `choice` for each choice,
+`done`.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+State = Literal["completed", "cancelled", "failed", "expired", "rejected"]
+TERMINAL_STATES: frozenset[str] = frozenset(("completed", "cancelled", "failed", "expired", "rejected"))
+NO_CHAIN = "00000000"
+
+
+def extend_chain(chain: str, token_ids: Sequence[int]) -> str:
+    """The running hash of a choice: CRC-32 over its token ids as little-endian 32-bit integers, 8 hex digits."""
+    return f"{zlib.crc32(struct.pack(f'<{len(token_ids)}I', *token_ids), int(chain, 16)):08x}"
+
+
+def event(seq: int, attempt: int, kind: str, **fields: Any) -> bytes:
+    """One event as JSON bytes, in the order that the protocol shows."""
+    return orjson.dumps({"seq": seq, "attempt": attempt, "type": kind, **fields})
+
+
+def live_payload(seq: int, data: bytes) -> bytes:
+    """What the channel carries for an event."""
+    return b"%d %s" % (seq, data)
+
+
+def read_live_payload(payload: bytes) -> tuple[int, bytes] | None:
+    """Sequence number and JSON of a channel message; None for what is no event."""
+    digits, space, data = payload.partition(b" ")
+    if not space or not digits.isdigit():
+        return None
+    return int(digits), data
+
+
+@dataclass(slots=True)
+class ChoiceTranscript:
+    """What one choice has generated so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text_parts: list[str] = field(default_factory=list)
+    text_length: int = 0
+    chain: str = NO_CHAIN
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.text_parts)
+
+    def extend(self, token_ids: Sequence[int], text: str) -> None:
+        self.token_ids.extend(token_ids)
+        if token_ids:
+            self.chain = extend_chain(self.chain, token_ids)
+        if text:
+            self.text_parts.append(text)
+            self.text_length += len(text)
+
+
+@dataclass(slots=True)
+class Transcript:
+    """All that the events of a request say so far: the fold that client and resuming engine share."""
+
+    seq: int = 0
+    choices: dict[int, ChoiceTranscript] = field(default_factory=dict)
+    done: Mapping[str, Any] | None = None
+
+    def choice(self, index: int) -> ChoiceTranscript:
+        return self.choices.setdefault(index, ChoiceTranscript())
+
+    def add(self, item: Mapping[str, Any]) -> None:
+        """Take the next event in. Kinds that this version does not know change nothing."""
+        self.seq = item["seq"]
+        kind = item["type"]
+        if kind == "delta":
+            self.choice(item["index"]).extend(item["token_ids"], item["text"])
+        elif kind == "choice":
+            choice = self.choice(item["index"])
+            choice.finish_reason = item["finish_reason"]
+            choice.stop_reason = item["stop_reason"]
+        elif kind == "done":
+            self.done = item
+
+    @classmethod
+    def of(cls, items: Iterable[Mapping[str, Any]]) -> Transcript:
+        transcript = cls()
+        for item in items:
+            transcript.add(item)
+        return transcript
+
+    def result(self) -> list[dict[str, Any]]:
+        """The choices as the record keeps them, in order of their index."""
+        return [
+            {
+                "index": index,
+                "text": choice.text,
+                "token_ids": choice.token_ids,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for index, choice in sorted(self.choices.items())
+        ]

@@ -1,0 +1,121 @@
+"""Names in Redis. The only place that builds a key or a channel, and that says which shard a request lives on.
+
+All keys of a shard share the hash tag `{queue.shard}`, so that one script may touch any of them on a cluster too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+import zlib
+from dataclasses import dataclass, field
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+PRIORITIES = 3
+GROUP = "engines"
+
+_OWN_ID = re.compile(r"r([0-9a-z]{1,4})_[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{15}")
+_BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def is_request_id(text: str) -> bool:
+    return REQUEST_ID.fullmatch(text) is not None
+
+
+def _base36(number: int) -> str:
+    digits = ""
+    while True:
+        number, digit = divmod(number, 36)
+        digits = _BASE36[digit] + digits
+        if not number:
+            return digits
+
+
+def uuid7_hex() -> str:
+    """A version 7 UUID (RFC 9562), 32 hex digits: 48 bits of Unix milliseconds, then 74 random bits."""
+    random = int.from_bytes(os.urandom(10), "big")
+    value = (time.time_ns() // 1_000_000 & (1 << 48) - 1) << 80 | random
+    value = value & ~(0xF << 76) | 7 << 76
+    value = value & ~(3 << 62) | 2 << 62
+    return f"{value:032x}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardKeys:
+    """The keys of one shard. `tag` is its hash tag with the braces."""
+
+    prefix: str
+    tag: str
+    streams: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "streams", tuple(self._key(f"in:{priority}") for priority in range(PRIORITIES)))
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}:{self.tag}:{name}"
+
+    def record(self, request_id: str) -> str:
+        return self._key(f"req:{request_id}")
+
+    def events(self, request_id: str) -> str:
+        return self._key(f"ev:{request_id}")
+
+    def channel(self, request_id: str) -> str:
+        return self._key(f"ch:{request_id}")
+
+    def blob(self, request_id: str) -> str:
+        return self._key(f"blob:{request_id}")
+
+    def idempotency(self, tenant: str, key: str) -> str:
+        return self._key(f"idem:{tenant}:{hashlib.sha256(key.encode()).hexdigest()}")
+
+    @property
+    def dead_letters(self) -> str:
+        return self._key("dlq")
+
+    @property
+    def engines(self) -> str:
+        return self._key("engines")
+
+    @property
+    def heartbeats(self) -> str:
+        return self._key("hb")
+
+    @property
+    def statistics(self) -> str:
+        return self._key("stat")
+
+    def lasting(self) -> frozenset[str]:
+        """The keys that may exist without a time to live."""
+        return frozenset((*self.streams, self.dead_letters, self.engines, self.heartbeats, self.statistics))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueKeys:
+    """The keys of one queue, by shard."""
+
+    prefix: str
+    queue: str
+    num_shards: int = 1
+    shards: tuple[ShardKeys, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tags = (f"{{{self.queue}.{number}}}" for number in range(self.num_shards))
+        object.__setattr__(self, "shards", tuple(ShardKeys(self.prefix, tag) for tag in tags))
+
+    def new_id(self, idempotency_key: str | None = None) -> str:
+        """A fresh request id that names its shard; requests with the same idempotency key meet on one shard."""
+        unique = uuid7_hex()
+        source = unique if idempotency_key is None else idempotency_key
+        return f"r{_base36(zlib.crc32(source.encode()) % self.num_shards)}_{unique}"
+
+    def shard_number(self, request_id: str) -> int:
+        own = _OWN_ID.fullmatch(request_id)
+        if own is not None and (number := int(own[1], 36)) < self.num_shards:
+            return number
+        return zlib.crc32(request_id.encode()) % self.num_shards
+
+    def shard_of(self, request_id: str) -> ShardKeys:
+        return self.shards[self.shard_number(request_id)]

@@ -1,0 +1,44 @@
+-- Makes one engine the owner of an entry that was delivered to it. Repeating the call changes nothing.
+-- KEYS 1 record, 2 events, 3 input stream, 4 dead letters, 5 statistics
+-- ARGV 1 group, 2 entry, 3 owner, 4 request id, 5 ttl ms (of a request without a record), 6 tenant (same), 7 stream number,
+--      8 seed (kept if none is kept yet), 9 grace ms
+-- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel}
+--         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed
+local now = server_ms()
+local entry, owner, grace = ARGV[2], ARGV[3], tonumber(ARGV[9])
+
+if not is_pending(KEYS[3], ARGV[1], entry, owner) then return {'lost'} end
+
+local record = redis.call('HMGET', KEYS[1], 'state', 'entry', 'stream', 'owner')
+local state = record[1]
+if state and (record[2] ~= entry or record[3] ~= ARGV[7]) then
+  -- Another entry has this id. Its events are the id's events: nothing may be published here.
+  keep_dead_letter(KEYS[4], KEYS[5], KEYS[3], entry, 'duplicate_id', 'the request id is in use by another entry', '0')
+  remove_entry(KEYS[3], ARGV[1], entry)
+  return {'duplicate'}
+end
+if state and state ~= 'queued' and state ~= 'running' then
+  remove_entry(KEYS[3], ARGV[1], entry)
+  return {'ended'}
+end
+
+if not state then
+  -- A raw producer: accepted when the server stamped the entry. An id made by hand says nothing about time.
+  local created = tonumber(string.match(entry, '^(%d+)-'))
+  if created > now or created < now - 604800000 then created = now end
+  redis.call('UNLINK', KEYS[2])
+  redis.call('HSET', KEYS[1], 'attempt', 0, 'released', 0, 'seq', 0, 'owner', '', 'stream', ARGV[7], 'entry', entry,
+    'priority', ARGV[7], 'tenant', ARGV[6], 'created', created, 'deadline', created + tonumber(ARGV[5]))
+end
+if state ~= 'running' or record[4] ~= owner then
+  redis.call('HINCRBY', KEYS[1], 'attempt', 1)
+  redis.call('HSET', KEYS[1], 'state', 'running', 'owner', owner)
+  redis.call('HSETNX', KEYS[1], 'seed', ARGV[8])
+  redis.call('HSETNX', KEYS[1], 'started', now)
+  redis.call('HINCRBY', KEYS[5], 'begun', 1)
+end
+local r = redis.call('HMGET', KEYS[1], 'attempt', 'released', 'seq', 'seed', 'created', 'deadline', 'cancel')
+local expiry = math.max(tonumber(r[6]), now) + grace
+redis.call('PEXPIREAT', KEYS[1], expiry)
+if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('PEXPIREAT', KEYS[2], expiry) end
+return {'ok', r[1], r[2], r[3], r[4], r[5], r[6], tostring(now), r[7] or '0'}

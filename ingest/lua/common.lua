@@ -1,0 +1,43 @@
+-- Put before every script: what several of them need.
+
+-- The server's clock in ms since the epoch: the only clock that deadlines and heartbeats know.
+local function server_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Whether an entry was delivered to this consumer and to nobody since. False where stream or group are gone.
+local function is_pending(stream, group, entry, consumer)
+  local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)
+  return not pending.err and #pending > 0 and pending[1][2] == consumer
+end
+
+local function holds_nothing(stream, group, consumer)
+  local pending = redis.pcall('XPENDING', stream, group, '-', '+', 1, consumer)
+  return not pending.err and #pending == 0
+end
+
+local function remove_entry(stream, group, entry)
+  redis.call('XACK', stream, group, entry)
+  redis.call('XDEL', stream, entry)
+end
+
+-- Copies an entry's fields, cut to 64 KiB each, to the dead letters.
+local function keep_dead_letter(letters, statistics, stream, entry, reason, problem, attempts)
+  local found = redis.call('XRANGE', stream, entry, entry)[1]
+  if not found then return end
+  local letter = {'reason', reason, 'error', problem, 'attempts', attempts, 'stream', stream, 'entry', entry}
+  for i = 1, math.min(#found[2], 128) do letter[#letter + 1] = string.sub(found[2][i], 1, 65536) end
+  redis.call('XADD', letters, 'MAXLEN', '~', 10000, '*', unpack(letter))
+  redis.call('HINCRBY', statistics, 'dead_letters', 1)
+end
+
+-- Publishes ARGV[first...], of which the first has number offset + 1; those up to seq are there already. Returns the new seq.
+local function publish(events, channel, seq, offset, first)
+  for i = first + seq - offset, #ARGV do
+    seq = seq + 1
+    redis.call('XADD', events, seq .. '-0', 'e', ARGV[i])
+    redis.call('PUBLISH', channel, seq .. ' ' .. ARGV[i])
+  end
+  return seq
+end

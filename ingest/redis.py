@@ -1,0 +1,83 @@
+"""Redis clients, one kind for each use, and which failures mean "try again".
+
+redis-py retries by itself and gives up reading after a socket timeout. That is right for commands that may be repeated
+(here all are: every write is a fenced script) and wrong for a blocking read, which would be delivered to nobody.
+RESP 2 throughout: its reply shapes are the same in every release of redis-py and every server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+    TryAgainError,
+)
+
+CONNECTION_ERRORS = (ConnectionError, TimeoutError, OSError)
+# The server is there but cannot serve now: it loads its data, has become a replica, or is full.
+UNAVAILABLE_ERRORS = (
+    *CONNECTION_ERRORS,
+    BusyLoadingError,
+    ReadOnlyError,
+    MasterDownError,
+    TryAgainError,
+    OutOfMemoryError,
+)
+
+Client = aioredis.Redis
+
+
+def _connect(url: str, **options: Any) -> Client:
+    return aioredis.Redis.from_url(url, decode_responses=False, protocol=2, socket_connect_timeout=5, **options)
+
+
+def connect_commands(url: str, name: str) -> Client:
+    """For commands that may be repeated: a pool of connections, three retries, replies within 5 s."""
+    retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3)
+    return _connect(url, client_name=name, socket_timeout=5, retry=retry, health_check_interval=15)
+
+
+def connect_blocking(url: str, name: str) -> Client:
+    """For XREADGROUP BLOCK: no timeout of its own and no retry, since a repeated read is another delivery."""
+    return _connect(
+        url, client_name=name, socket_timeout=None, retry=Retry(NoBackoff(), 0), single_connection_client=True
+    )
+
+
+def connect_pubsub(url: str, name: str) -> Client:
+    """For subscriptions: no hidden reconnection, since what came meanwhile has to be read from the stream."""
+    return _connect(url, client_name=name, socket_timeout=None, retry=Retry(NoBackoff(), 0), health_check_interval=15)
+
+
+def is_group_lost(error: ResponseError) -> bool:
+    """Whether stream or group have gone (FLUSHALL, DEL): NOGROUP, or UNBLOCKED for a blocked reader of Redis 7.0."""
+    text = str(error)
+    return "NOGROUP" in text or text.startswith("UNBLOCKED")
+
+
+class Backoff:
+    """Waiting times that double from 0.1 s to 5 s, with jitter; `reset` after a success."""
+
+    __slots__ = ("_wait",)
+
+    def __init__(self) -> None:
+        self._wait = 0.1
+
+    def reset(self) -> None:
+        self._wait = 0.1
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(self._wait * random.uniform(0.5, 1.0))
+        self._wait = min(5.0, self._wait * 2)

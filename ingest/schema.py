@@ -1,0 +1,293 @@
+"""The request body: strict parsing of what producers send, with a named error for everything that is wrong.
+
+`parse_body` reads bytes from the wire, `RequestBody.from_mapping` a mapping made in Python; both end in the same
+checks, so a client refuses exactly what an engine would. What depends on the model (vocabulary, length) is the
+engine's to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from pagemill.engine.errors import RequestError, invalid
+from pagemill.engine.sampling_params import SAMPLING_FIELDS, SamplingParams
+
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY = 64  # characters
+MAX_METADATA_VALUE = 512  # characters
+MAX_DEPTH = 32
+MAX_TTL_MS = 604_800_000
+MAX_TOKEN_ID = 2**31 - 1
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PROMPTS = ("prompt", "messages", "prompt_token_ids")
+
+
+class UnreadableBody(RequestError):
+    """The bytes are no JSON text at all: the request is refused and its entry kept among the dead letters."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("invalid_request", message, param="body")
+
+
+def _text(name: str, value: Any, low: int, high: int) -> str:
+    if not isinstance(value, str):
+        raise invalid(f"{name} must be a string, got {_kind(value)}", name)
+    if not low <= len(value) <= high:
+        raise invalid(f"{name} must have {low} to {high} characters, got {len(value)}", name)
+    return value
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise invalid(f"{name} must be an integer, got {_kind(value)}", name)
+    if not low <= value <= high:
+        raise invalid(f"{name} must be in [{low}, {high}], got {value}", name)
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise invalid(f"{name} must be true or false, got {_kind(value)}", name)
+    return value
+
+
+def _kind(value: Any) -> str:
+    """The JSON name of a value's type, for messages that a producer in any language understands."""
+    names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", dict: "an object"}
+    return (
+        "null" if value is None else names.get(type(value), "a list" if isinstance(value, list) else "something else")
+    )
+
+
+def check_tenant(value: Any) -> str:
+    if not isinstance(value, str) or not _TENANT.fullmatch(value):
+        raise invalid("tenant may hold letters, digits and . _ - and at most 128 characters", "tenant")
+    return value
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise invalid(f"metadata must be an object, got {_kind(value)}", "metadata")
+    if len(value) > MAX_METADATA_PAIRS:
+        raise invalid(f"metadata may hold at most {MAX_METADATA_PAIRS} pairs, got {len(value)}", "metadata")
+    for key, item in value.items():
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_METADATA_KEY:
+            raise invalid(f"metadata keys must be strings of 1 to {MAX_METADATA_KEY} characters", "metadata")
+        _text(f"metadata.{key}", item, 0, MAX_METADATA_VALUE)
+    return dict(value)
+
+
+def _content(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(f"{name} must be a string or a list of text parts, got {_kind(value)}", name)
+    texts = []
+    for number, part in enumerate(value):
+        where = f"{name}[{number}]"
+        if not isinstance(part, dict) or part.get("type") not in ("text", "input_text"):
+            raise invalid(f"{where} must be a text part; other kinds are not supported", where)
+        if set(part) != {"type", "text"}:
+            raise invalid(f"{where} must hold type and text and nothing else", where)
+        if not isinstance(part["text"], str):
+            raise invalid(f"{where}.text must be a string, got {_kind(part['text'])}", where)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list):
+        raise invalid(f"messages must be a list, got {_kind(value)}", "messages")
+    if not value:
+        raise invalid("messages must not be empty", "messages")
+    messages = []
+    for number, message in enumerate(value):
+        where = f"messages[{number}]"
+        if not isinstance(message, dict):
+            raise invalid(f"{where} must be an object, got {_kind(message)}", where)
+        for name in message:
+            if name not in ("role", "content", "name"):
+                raise invalid(f"unknown field {name!r} in {where}", f"{where}.{name}")
+        if message.get("role") not in ROLES:
+            raise invalid(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+        known = {"role": message["role"], "content": _content(f"{where}.content", message.get("content"))}
+        if message.get("name") is not None:
+            known["name"] = _text(f"{where}.name", message["name"], 1, 64)
+        messages.append(known)
+    return messages
+
+
+def _prompt_token_ids(value: Any) -> list[int]:
+    name = "prompt_token_ids"
+    if not isinstance(value, list):
+        raise invalid(f"{name} must be a list of integers, got {_kind(value)}", name)
+    if not value:
+        raise invalid(f"{name} must not be empty", name)
+    for number, token_id in enumerate(value):
+        if type(token_id) is not int:
+            raise invalid(f"{name}[{number}] must be an integer, got {_kind(token_id)}", name)
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            raise invalid(f"{name}[{number}] must be a token id, got {token_id}", name)
+    return value
+
+
+def _prompt(value: Any) -> str:
+    if not isinstance(value, str):
+        raise invalid(f"prompt must be a string, got {_kind(value)}", "prompt")
+    if not value:
+        raise invalid("prompt must not be empty", "prompt")
+    return value
+
+
+def _on_disconnect(name: str, value: Any) -> str:
+    if value == "cancel":
+        raise invalid('on_disconnect "cancel" is not supported yet', name)
+    if value != "continue":
+        raise invalid('on_disconnect must be "continue" or "cancel"', name)
+    return str(value)
+
+
+_OPTIONS: dict[str, Callable[[str, Any], Any]] = {
+    "model": lambda name, value: _text(name, value, 1, 256),
+    "stream": _flag,
+    "flush_ms": lambda name, value: _whole(name, value, 0, 60_000),
+    "token_ids": _flag,
+    "tenant": lambda _, value: check_tenant(value),
+    "cache_salt": lambda name, value: _text(name, value, 0, 256),
+    "priority": lambda name, value: _whole(name, value, 0, 2),
+    "ttl_ms": lambda name, value: _whole(name, value, 1, MAX_TTL_MS),
+    "max_attempts": lambda name, value: _whole(name, value, 1, 100),
+    "idempotency_key": lambda name, value: _text(name, value, 1, 512),
+    "on_disconnect": _on_disconnect,
+    "watch_ms": lambda name, value: _whole(name, value, 1000, 3_600_000),
+    "metadata": lambda _, value: _metadata(value),
+}
+
+# Names of the protocol that no engine understands yet: accepted at the value that changes nothing, refused otherwise.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logprobs": (False,),
+    "prompt_logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "beam_width": (1,),
+    "length_penalty": (1, 1.0),
+    "callback": (),
+}
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
+        raise invalid(f"{name} is not supported yet by this engine; leave it out", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestBody:
+    """A request that has passed every check that needs no model. Exactly one of the three prompts is set.
+
+    `flush_ms` and `ttl_ms` are milliseconds; `ttl_ms` and `max_attempts` are None where the queue's setting decides.
+    """
+
+    prompt: str | None = None
+    messages: list[dict[str, str]] | None = None
+    prompt_token_ids: list[int] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    model: str | None = None
+    stream: bool = True
+    flush_ms: int = 25
+    token_ids: bool = False
+    tenant: str = "default"
+    cache_salt: str = ""
+    priority: int = 1
+    ttl_ms: int | None = None
+    max_attempts: int | None = None
+    idempotency_key: str | None = None
+    on_disconnect: str = "continue"
+    watch_ms: int = 30_000
+    metadata: dict[str, str] | None = None
+
+    @classmethod
+    def from_mapping(cls, body: Mapping[str, Any]) -> RequestBody:
+        """Check a body. A null means the default. Raises `RequestError("invalid_request")`, naming the field."""
+        fields: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
+        for name, value in body.items():
+            if name in SAMPLING_FIELDS:
+                sampling[name] = value
+            elif name not in _OPTIONS and name not in _NEUTRAL and name not in _PROMPTS:
+                shown = name if isinstance(name, str) and len(name) <= 64 else f"{str(name)[:64]}..."
+                raise invalid(f"unknown field {shown!r}", shown)
+            elif value is None:
+                continue
+            elif name in _OPTIONS:
+                fields[name] = _OPTIONS[name](name, value)
+            elif name in _NEUTRAL:
+                _check_neutral(name, value)
+        given = [name for name in _PROMPTS if body.get(name) is not None]
+        if len(given) != 1:
+            found = "none of them" if not given else " and ".join(given)
+            raise invalid(
+                f"exactly one of prompt, messages and prompt_token_ids is needed, got {found}",
+                (given or ["prompt"])[-1],
+            )
+        checks: dict[str, Callable[[Any], Any]]
+        checks = {"prompt": _prompt, "messages": _messages, "prompt_token_ids": _prompt_token_ids}
+        fields[given[0]] = checks[given[0]](body[given[0]])
+        return cls(params=SamplingParams.from_mapping(sampling), **fields)
+
+
+def parse_body(data: bytes, max_bytes: int) -> RequestBody:
+    """Read a body from the wire. Raises `RequestError`: `too_large`, or `invalid_request` (what, and where)."""
+    check_size(len(data), max_bytes)
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        raise UnreadableBody(f"the body is not UTF-8: byte {error.start} cannot be read") from None
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise UnreadableBody(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise invalid(f"the body must be a JSON object, got {_kind(body)}", "body")
+    _check_depth(body)
+    return RequestBody.from_mapping(body)
+
+
+def encode_body(body: Mapping[str, Any], max_bytes: int) -> bytes:
+    """Check a body made in Python and write it as JSON. Raises `RequestError` as an engine would, before sending."""
+    _check_depth(body)
+    RequestBody.from_mapping(body)
+    try:
+        data = orjson.dumps({name: value for name, value in body.items() if value is not None})
+    except TypeError as error:
+        raise invalid(f"the body cannot be written as JSON: {error}", "body") from None
+    check_size(len(data), max_bytes)
+    return data
+
+
+def check_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise RequestError("too_large", f"the body has {size} bytes, at most {max_bytes} are allowed", param="body")
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        nested = (item.values() if isinstance(item, Mapping) else item for item in level)
+        level = [child for items in nested for child in items if isinstance(child, Mapping | list | tuple) and child]
+        if not level:
+            return
+    raise invalid(f"the body is nested deeper than {MAX_DEPTH} levels", "body")
