@@ -84,8 +84,8 @@ class Tokenizer:
     def _encode(self, backend: Any, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         try:
             ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise invalid(f"{param} is not valid Unicode text: {error.reason}", param) from error
+        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate, which has no UTF-8
+            raise invalid(f"{param} is not valid Unicode text", param) from error
         return ids
 
     def _render(self, conversation: list[dict[str, Any]]) -> str:

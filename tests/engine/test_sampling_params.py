@@ -1,0 +1,117 @@
+"""Decoding parameters are checked when they are made, and every refusal names its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagemill.engine.errors import RequestError
+from pagemill.engine.sampling_params import SAMPLING_FIELDS, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", NAN),
+        ("temperature", INF),
+        ("temperature", -0.1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("temperature", 10**400),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", NAN),
+        ("min_p", -1e-9),
+        ("min_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_k", 2**31),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 1.0),
+        ("max_tokens", True),
+        ("min_tokens", -1),
+        ("seed", 2**64),
+        ("seed", 1.5),
+        ("seed", "7"),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", ["ok", 3]),
+        ("stop", 3),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 1025),
+        ("stop", b"bytes"),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [1.5]),
+        ("stop_token_ids", ["1"]),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [2**31]),
+        ("stop_token_ids", list(range(129))),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", "yes"),
+        ("include_stop_str_in_output", 0),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    assert (caught.value.code, caught.value.param) == ("invalid_request", name)
+    assert name in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 2},
+        {"top_p": 1},
+        {"top_k": -1},
+        {"min_p": 1},
+        {"seed": -1},
+        {"seed": 2**64 - 1},
+        {"stop": None},
+        {"stop": "x"},
+        {"stop": ["x"] * 16},
+        {"stop": "x" * 1024},
+        {"stop_token_ids": None},
+        {"stop_token_ids": ()},
+        {"max_tokens": 5, "min_tokens": 5},
+    ],
+)
+def test_the_edges_of_what_is_allowed(fields: dict[str, Any]) -> None:
+    SamplingParams(**fields)
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens must be at most max_tokens"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+
+
+def test_values_are_brought_into_one_form() -> None:
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a")
+    assert SamplingParams(stop_token_ids=[3, 3, 1]).stop_token_ids == (3, 1)
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(seed=-1).seed == 2**64 - 1
+
+
+def test_a_body_is_read_field_by_field() -> None:
+    params = SamplingParams.from_mapping({"temperature": 0.5, "stop": ["x"], "seed": None})
+    assert (params.temperature, params.stop, params.seed) == (0.5, ("x",), None)
+    with pytest.raises(RequestError) as caught:
+        SamplingParams.from_mapping({"temperture": 0.5})
+    assert caught.value.param == "temperture"
+    assert set(SAMPLING_FIELDS) >= {"temperature", "top_p", "stop", "max_tokens"}
+
+
+def test_stop_ids_are_checked_against_the_vocabulary() -> None:
+    params = SamplingParams(stop_token_ids=[99, 100])
+    params.check_vocabulary(101)
+    with pytest.raises(RequestError) as caught:
+        params.check_vocabulary(100)
+    assert caught.value.param == "stop_token_ids"
