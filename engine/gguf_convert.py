@@ -2,7 +2,7 @@
 
 Weights are dequantised to float32 exactly as `gguf` defines them (what transformers computes, bit for bit), so that
 every dtype can be derived from them. The folder is made under another name and renamed when complete: whoever finds it
-finds all of it, also with several converters at work, and a crash leaves only a temporary folder for the next to remove.
+finds all of it, also with several converters at work, and a crash leaves a temporary folder for the next to remove.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -25,8 +24,6 @@ import numpy as np
 
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import Progress, no_progress
-
-logger = logging.getLogger(__name__)
 
 _FORMAT = 1  # part of the cache key: raise it when the converted files change
 _SHARD_BYTES = 2 << 30

@@ -11,7 +11,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -93,7 +93,7 @@ class _SafetensorsFile:
         self._error = SafetensorError
         self._path = path
         try:
-            self._file: Any = safe_open(path, framework="pt")
+            self._file = cast(Any, safe_open(path, framework="pt"))
         except (SafetensorError, OSError, ValueError) as error:
             raise ConfigError(f"{path} is damaged or not complete: {error}") from error
         self.names: list[str] = list(self._file.keys())

@@ -1,0 +1,206 @@
+"""Runs the steps that the scheduler decided: the model on its device, the KV pool, the sampler.
+
+The only part of the engine that knows torch. What device it is, and which kernels run there, is settled here once and
+asked nowhere else.
+"""
+
+from __future__ import annotations
+
+import structlog
+import torch
+
+from pagemill.engine.batch import build_batch
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.kv_pool import KVPool
+from pagemill.engine.loader import ModelFolder, Progress, no_progress
+from pagemill.engine.machine import available_cores
+from pagemill.engine.memory import BudgetTable, CpuMemory, CudaMemory, MemoryMeter, size_pool
+from pagemill.engine.models import check_architecture, load_model
+from pagemill.engine.models.base import Loading
+from pagemill.engine.models.spec import ModelSpec
+from pagemill.engine.request import Request
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduler_output import ScheduledSequence, SchedulerOutput
+from pagemill.engine.weights import Checkpoint
+from pagemill.kernels.layout import KVLayout
+from pagemill.kernels.ops import select_ops
+
+_log = structlog.get_logger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+class ModelRunner:
+    """A loaded model with its KV pool. Made in one go: load, warm up, measure, size the pool, allocate.
+
+    `num_blocks` counts the null block. `kernels` names a back end other than the device's own. Raises `ConfigError`
+    where settings, model and machine do not go together.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: ModelFolder,
+        progress: Progress = no_progress,
+        *,
+        kernels: str | None = None,
+    ) -> None:
+        check_architecture(folder)
+        self.device = _device(config)
+        self._dtype = _dtype(config, self.device)
+        self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS[self.device]
+        torch.set_num_threads(config.threads or available_cores())
+        self._config = config
+        self._ops = select_ops(self.device, override=kernels)
+        meter: MemoryMeter = CudaMemory(self.device) if self.device == "cuda" else CpuMemory()
+        before = meter.held()
+        checkpoint = Checkpoint(folder.weight_files, progress)
+        loading = Loading(checkpoint, self._ops, self._dtype, self.device)
+        with torch.inference_mode():
+            self._model = load_model(folder, loading, config.max_model_len)
+        del checkpoint, loading
+        weights = meter.held() - before
+        self.budget = self._size_pool(meter, weights, progress)
+        self._pool = KVPool(self._layout(self.budget.num_blocks), self._ops)
+        _log.info("memory budget", **self.budget.to_dict())
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.layout.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.layout.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self._pool.layout.bytes_per_block
+
+    @property
+    def max_model_len(self) -> int:
+        return self.spec.max_model_len
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> list[int]:
+        """Compute a step. Returns one token id for each entry of `output.scheduled` that samples, in order.
+
+        -1 stands for a row whose logits were not usable (NaN); its neighbours are not concerned. An exception means
+        that the device failed.
+        """
+        if output.copies:
+            self._pool.copy_blocks(output.copies)
+        return self._compute(output.scheduled, self._pool)
+
+    def _compute(self, scheduled: list[ScheduledSequence], pool: KVPool) -> list[int]:
+        if not scheduled:
+            return []
+        batch = build_batch(
+            scheduled,
+            block_size=pool.layout.block_size,
+            vocab_size=self.spec.vocab_size,
+            eos_token_ids=self.spec.eos_token_ids,
+            device=self.device,
+        )
+        token_ids = torch.from_numpy(batch.token_ids).to(self.device, non_blocking=True)
+        rows = torch.from_numpy(batch.sample_rows).to(self.device, non_blocking=True)
+        hidden = self._model.forward(token_ids, batch.meta, pool.layers, rows)
+        if not len(rows):
+            return []
+        logits = self._model.logits(hidden)
+        for row, banned in batch.banned:
+            logits[row, banned] = -torch.inf
+        sampled: list[int] = self._ops.sample(logits, batch.sampling).tolist()
+        return sampled
+
+    def _layout(self, num_blocks: int) -> KVLayout:
+        spec = self.spec
+        try:
+            return KVLayout(
+                num_blocks=num_blocks,
+                num_layers=spec.num_layers,
+                block_size=self._config.block_size,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                dtype=self._dtype,
+                device=self.device,
+                form=self._ops.kv_form,
+            )
+        except ValueError as error:
+            raise ConfigError(f"{self._config.model} cannot be served in {self.dtype_name}: {error}") from error
+
+    def _size_pool(self, meter: MemoryMeter, weights: int, progress: Progress) -> BudgetTable:
+        """Warm up with a tiny step, then measure the largest, unless the pool's size is given."""
+        config = self._config
+        progress("warming up", 0.0)
+        self._dry_run(tokens=2, rows=1)
+        activations = 0
+        if config.num_blocks_override is None and config.kv_cache_memory_bytes is None:
+            progress("measuring the largest step", 0.0)
+            written = 0
+
+            def largest() -> None:
+                nonlocal written
+                written = self._dry_run(tokens=self.max_num_batched_tokens, rows=config.max_num_seqs)
+
+            activations = max(0, meter.peak(largest) - written)
+        progress("warming up", 1.0)
+        return size_pool(
+            config,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            bytes_per_block=self._layout(1).bytes_per_block,
+            limit=meter.limit(),
+            weights=weights,
+            held=meter.held(),
+            activations=activations,
+        )
+
+    @torch.inference_mode()
+    def _dry_run(self, *, tokens: int, rows: int) -> int:
+        """Compute a step of so many tokens and sampled rows on a pool of its own; returns that pool's size in bytes."""
+        rows = min(rows, tokens)
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        scheduled: list[ScheduledSequence] = []
+        blocks = 1
+        for left in range(rows, 0, -1):
+            length = min(tokens - (left - 1), self.max_model_len)
+            needed = -(-length // self._config.block_size)
+            request = Request("", [0] * length, params, seed=0, max_tokens=1)
+            scheduled.append(ScheduledSequence(request, 0, length, list(range(blocks, blocks + needed)), True))
+            tokens -= length
+            blocks += needed
+        pool = KVPool(self._layout(blocks), self._ops)
+        self._compute(scheduled, pool)
+        return blocks * pool.layout.bytes_per_block
+
+
+def _device(config: EngineConfig) -> str:
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but this machine has no usable CUDA device (or torch is built without it)")
+    return config.device
+
+
+def _dtype(config: EngineConfig, device: str) -> torch.dtype:
+    if config.dtype != "auto":
+        if config.dtype == "float16" and device == "cpu":
+            raise ConfigError("dtype float16 is not supported on the CPU; use bfloat16 or float32")
+        return _DTYPES[config.dtype]
+    if device == "cuda":
+        return torch.bfloat16
+    features = torch.cpu.get_capabilities()
+    return torch.bfloat16 if any(features.get(name) for name in _BFLOAT16_FEATURES) else torch.float32
+
+
+_BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")

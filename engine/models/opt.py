@@ -1,0 +1,138 @@
+"""OPT: learned positions, layer norm before (or, in the 350m, after) attention and feed-forward, biases, ReLU.
+
+The residual stream and the layer norms are float32 also for 16-bit weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pagemill.engine.loader import ModelFolder
+from pagemill.engine.models.base import Loading
+from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
+from pagemill.kernels.layout import LayerKV
+from pagemill.kernels.metadata import AttentionMetadata
+
+_POSITION_OFFSET = 2  # the first rows of the position table belong to padding
+
+
+class _LayerNorm:
+    def __init__(self, loading: Loading, name: str, size: int, *, affine: bool) -> None:
+        self._shape = (size,)
+        self._weight = loading.vector(f"{name}.weight", size, torch.float32) if affine else None
+        self._bias = loading.vector(f"{name}.bias", size, torch.float32) if affine else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self._shape, self._weight, self._bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: _LayerNorm
+    qkv: Any
+    output: Any
+    feed_forward_norm: _LayerNorm
+    up: Any
+    down: Any
+
+
+class OPTModel:
+    """`OPTForCausalLM`. Raises `ConfigError` on a configuration that it cannot follow."""
+
+    def __init__(self, folder: ModelFolder, loading: Loading, max_model_len: int | None = None) -> None:
+        config = ConfigReader(folder)
+        hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+        if hidden % heads:
+            raise config.error(f"hidden_size {hidden} is not a multiple of {heads} heads")
+        self._positions = config.size("max_position_embeddings", 2048)
+        self.spec = ModelSpec(
+            architecture=folder.architecture,
+            num_layers=config.size("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=hidden // heads,
+            hidden_size=hidden,
+            vocab_size=config.size("vocab_size"),
+            max_model_len=config.max_model_len(max_model_len, self._positions),
+            eos_token_ids=eos_within(folder, config.size("vocab_size")),
+        )
+        self._scale = self.spec.head_dim**-0.5
+        self._norm_first = config.flag("do_layer_norm_before", True)
+        gelu = config.one_of("activation_function", ("relu", "gelu"), "relu") == "gelu"
+        self._activation = functional.gelu if gelu else functional.relu
+        self._dtype = loading.dtype
+        self._ops = loading.ops
+        self._load(config, loading)
+
+    def _load(self, config: ConfigReader, loading: Loading) -> None:
+        spec = self.spec
+        hidden, inner = spec.hidden_size, config.size("ffn_dim")
+        width = config.size("word_embed_proj_dim", hidden)
+        bias, affine = config.flag("enable_bias", True), config.flag("layer_norm_elementwise_affine", True)
+        self._embedding, self._head = loading.embedding_and_head(
+            "decoder.embed_tokens.weight", spec.vocab_size, width, tied=config.flag("tie_word_embeddings", True)
+        )
+        table = loading.matrix("decoder.embed_positions.weight", self._positions + _POSITION_OFFSET, hidden)
+        self._position_embedding = table[_POSITION_OFFSET:]
+        self._project_in = self._project_out = None
+        if width != hidden:
+            self._project_in = loading.linear(("decoder.project_in",), (hidden,), width, bias=False)
+            self._project_out = loading.linear(("decoder.project_out",), (width,), hidden, bias=False)
+        self._layers = []
+        for index in range(spec.num_layers):
+            at, attn = f"decoder.layers.{index}", f"decoder.layers.{index}.self_attn"
+            projections = (f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
+            self._layers.append(
+                _Layer(
+                    _LayerNorm(loading, f"{at}.self_attn_layer_norm", hidden, affine=affine),
+                    loading.linear(projections, (hidden, hidden, hidden), hidden, bias=bias),
+                    loading.linear((f"{attn}.out_proj",), (hidden,), hidden, bias=bias),
+                    _LayerNorm(loading, f"{at}.final_layer_norm", hidden, affine=affine),
+                    loading.linear((f"{at}.fc1",), (inner,), hidden, bias=bias),
+                    loading.linear((f"{at}.fc2",), (hidden,), inner, bias=bias),
+                )
+            )
+        self._final_norm = None
+        if self._norm_first and not config.flag("_remove_final_layer_norm", False):
+            self._final_norm = _LayerNorm(loading, "decoder.final_layer_norm", hidden, affine=affine)
+        loading.checkpoint.finish()
+
+    def forward(
+        self, token_ids: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
+    ) -> torch.Tensor:
+        spec, ops = self.spec, self._ops
+        x = self._embedding[token_ids]
+        if self._project_in is not None:
+            x = ops.linear(x, self._project_in)
+        residual = x.float() + self._position_embedding[meta.positions]
+        for index, layer in enumerate(self._layers):
+            x = (layer.attention_norm(residual) if self._norm_first else residual).to(self._dtype)
+            q, k, v = ops.linear(x, layer.qkv).view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
+            ops.write_kv(k, v, kv[index], meta.slot_mapping)
+            last = index == spec.num_layers - 1
+            if last and not len(rows):
+                return x[:0]
+            x = ops.paged_attention(q, kv[index], meta, scale=self._scale).flatten(1)
+            if last:
+                # Nothing attends to what the last layer makes of the other tokens.
+                x, residual = x[rows], residual[rows]
+            residual = residual + ops.linear(x, layer.output)
+            if not self._norm_first:
+                residual = layer.attention_norm(residual)
+            x = (layer.feed_forward_norm(residual) if self._norm_first else residual).to(self._dtype)
+            residual = residual + ops.linear(self._activation(ops.linear(x, layer.up)), layer.down)
+            if not self._norm_first:
+                residual = layer.feed_forward_norm(residual)
+        return self._finish(residual)
+
+    def _finish(self, residual: torch.Tensor) -> torch.Tensor:
+        hidden = (residual if self._final_norm is None else self._final_norm(residual)).to(self._dtype)
+        return hidden if self._project_out is None else self._ops.linear(hidden, self._project_out)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._ops.linear(hidden, self._head).float()
