@@ -27,8 +27,7 @@ from types import TracebackType
 import structlog
 
 from pagemill.engine.errors import ConfigError
-
-MIN_VERSION = (7, 0)
+from pagemill.ingest.redis import MIN_VERSION
 
 _log = structlog.get_logger(__name__)
 

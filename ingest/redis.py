@@ -18,6 +18,7 @@ from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
     MasterDownError,
+    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
@@ -26,15 +27,19 @@ from redis.exceptions import (
 )
 
 CONNECTION_ERRORS = (ConnectionError, TimeoutError, OSError)
-# The server is there but cannot serve now: it loads its data, has become a replica, or is full.
-UNAVAILABLE_ERRORS = (
+# The server is there but cannot serve now: it loads its data, has become a replica, is full or cannot save.
+_UNAVAILABLE = (
     *CONNECTION_ERRORS,
     BusyLoadingError,
     ReadOnlyError,
     MasterDownError,
     TryAgainError,
     OutOfMemoryError,
+    NoScriptError,
 )
+_UNAVAILABLE_WORDS = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "BUSY ", "UNKILLABLE", "LOADING", "READONLY", "OOM")
+
+MIN_VERSION = (7, 0)
 
 Client = aioredis.Redis
 
@@ -59,6 +64,13 @@ def connect_blocking(url: str, name: str) -> Client:
 def connect_pubsub(url: str, name: str) -> Client:
     """For subscriptions: no hidden reconnection, since what came meanwhile has to be read from the stream."""
     return _connect(url, client_name=name, socket_timeout=None, retry=Retry(NoBackoff(), 0), health_check_interval=15)
+
+
+def is_unavailable(error: BaseException) -> bool:
+    """Whether the same command may succeed later, unchanged."""
+    return isinstance(error, _UNAVAILABLE) or (
+        isinstance(error, ResponseError) and str(error).startswith(_UNAVAILABLE_WORDS)
+    )
 
 
 def is_group_lost(error: ResponseError) -> bool:

@@ -1,0 +1,219 @@
+"""A request that this engine owns: what it has generated, which events say so, and how many of them are out.
+
+Pure state, no I/O: the worker feeds it, the outbox sends what it composes. Events are numbered here and nowhere else;
+they are kept until the end, so that a server that lost some in a failover can be given them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from pagemill.engine.errors import RequestError
+from pagemill.engine.outputs import FinishReason, RequestMetrics, SequenceOutput
+from pagemill.ingest import scripts
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.entries import Entry
+from pagemill.ingest.events import ChoiceTranscript, State, Transcript, event
+from pagemill.ingest.schema import RequestBody
+
+_STATES: dict[FinishReason, State] = {
+    "stop": "completed",
+    "length": "completed",
+    "cancelled": "cancelled",
+    "error": "failed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ends. `dead_letter`: a reason to keep its entry among the dead letters, or empty."""
+
+    state: State
+    error: RequestError | None = None
+    metrics: RequestMetrics | None = None
+    dead_letter: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One owned request. `body` is None where it could not be read; such a request is only refused.
+
+    `stopping`: how it will end once the engine has let it go. `detached`: what the engine still says does not count any
+    more. `published`: events that the server has. `expires_at`, `flushed_at`: seconds of the monotonic clock.
+    """
+
+    entry: Entry
+    request_id: str
+    owner: str
+    begun: scripts.BeginReply
+    body: RequestBody | None
+    model: str
+    ending: Ending | None = None
+    stopping: Ending | None = None
+    detached: bool = False
+    prompt_tokens: int = 0
+    expires_at: float = float("inf")
+    transcript: Transcript = field(default_factory=Transcript)
+
+    published: int = field(init=False)
+    flushed_at: float = field(default=0.0, init=False)
+    _events: list[bytes] = field(default_factory=list, init=False)
+    _started: bool = field(default=False, init=False)
+    _ran: bool = field(default=False, init=False)
+    _token_ids: list[int] = field(default_factory=list, init=False)
+    _text: list[str] = field(default_factory=list, init=False)
+    _final_events: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.published = self.begun.seq
+        self._ran = self.begun.seq > 0
+
+    @property
+    def choice(self) -> ChoiceTranscript:
+        return self.transcript.choice(0)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a token has been generated, published or not."""
+        return bool(self.choice.token_ids or self._token_ids)
+
+    @property
+    def streams(self) -> bool:
+        return self.body is None or self.body.stream
+
+    @property
+    def flush_s(self) -> float:
+        return 0.0 if self.body is None else self.body.flush_ms / 1000
+
+    def take(self, output: SequenceOutput) -> None:
+        """Take an increment of the engine in."""
+        if output.started:
+            self._started = self._ran = True
+        self._token_ids += output.token_ids
+        if output.text:
+            self._text.append(output.text)
+        if output.finish_reason is None:
+            return
+        choice = self.choice
+        choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+        if self.stopping is not None and output.finish_reason in ("cancelled", "error"):
+            self.ending = Ending(self.stopping.state, self.stopping.error, output.metrics)
+            choice.finish_reason = "cancelled"
+        else:
+            error = output.error
+            if error is None and output.finish_reason == "cancelled":
+                error = cancelled_error()
+            self.ending = Ending(_STATES[output.finish_reason], error, output.metrics)
+
+    def compose(self) -> None:
+        """Make events of what has come in since the last call, the final ones if the request has ended."""
+        if self._final_events:
+            return
+        if self._started:
+            self._started = False
+            self._add("started", model=self.model, created=self.begun.created)
+        choice = self.choice
+        if (self._token_ids or self._text) and (self.streams or self.ending is not None):
+            token_ids, text = self._token_ids, "".join(self._text)
+            offset, text_offset = len(choice.token_ids), choice.text_length
+            choice.extend(token_ids, text)
+            self._add(
+                "delta",
+                index=0,
+                offset=offset,
+                count=len(token_ids),
+                token_ids=token_ids,
+                text=text,
+                text_offset=text_offset,
+                logprobs=None,
+                chain=choice.chain,
+            )
+            self._token_ids, self._text = [], []
+        if self.ending is not None:
+            self._add_final(self.ending)
+
+    def turn_cancelled(self) -> None:
+        """Replace an unpublished end by "cancelled": a cancel was acknowledged before it could be written."""
+        assert self.ending is not None
+        del self._events[-self._final_events :]
+        self._final_events = 0
+        self.choice.finish_reason, self.choice.stop_reason = "cancelled", None
+        self.ending = Ending("cancelled", cancelled_error(), self.ending.metrics)
+        self._add_final(self.ending)
+
+    def rewind_published(self, seq: int) -> bool:
+        """Believe the server that only `seq` events are there. False where they began before this engine's time."""
+        if seq < self.begun.seq:
+            return False
+        self.published = seq
+        return True
+
+    def call(self, config: QueueConfig) -> scripts.Call | None:
+        """The script call that brings the server up to date; None where it is."""
+        events = self._events[self.published - self.begun.seq :]
+        if self.ending is None:
+            if not events:
+                return None
+            begun = self.begun
+            return scripts.append(self.entry.shard, self.request_id, self.owner, begun.attempt, self.published, events)
+        return scripts.finish(
+            self.entry,
+            self.request_id,
+            self.owner,
+            self.begun.attempt,
+            self.published,
+            events,
+            state=self.ending.state,
+            result=orjson.dumps(self.transcript.result() if self._ran else []),
+            usage=orjson.dumps(self._usage()),
+            metrics=orjson.dumps(self._metrics()),
+            error=b"" if self.ending.error is None else orjson.dumps(self.ending.error.to_dict()),
+            num_tokens=len(self.choice.token_ids),
+            result_ttl_ms=int(config.result_ttl_s * 1000),
+            replay_ttl_ms=int(config.replay_ttl_s * 1000),
+            dead_letter=self.ending.dead_letter,
+        )
+
+    def _add(self, kind: str, **fields: Any) -> None:
+        seq = self.begun.seq + len(self._events) + 1
+        self._events.append(event(seq, self.begun.attempt, kind, **fields))
+
+    def _add_final(self, ending: Ending) -> None:
+        before = len(self._events)
+        choice = self.choice
+        if self._ran:
+            if choice.finish_reason is None:
+                choice.finish_reason = "error" if ending.state == "failed" else "cancelled"
+            self._add("choice", index=0, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason)
+        fields: dict[str, Any] = {"state": ending.state, "usage": self._usage(), "metrics": self._metrics()}
+        if ending.error is not None:
+            fields["error"] = ending.error.to_dict()
+        if self.body is not None and self.body.metadata:
+            fields["metadata"] = self.body.metadata
+        self._add("done", **fields)
+        self._final_events = len(self._events) - before
+
+    def _usage(self) -> dict[str, int]:
+        metrics = self.ending.metrics if self.ending is not None else None
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": len(self.choice.token_ids),
+            "cached_tokens": 0 if metrics is None else metrics.cached_tokens,
+        }
+
+    def _metrics(self) -> dict[str, Any]:
+        """The engine's bill, its times counted from acceptance: the wait in the stream is part of them."""
+        metrics = self.ending.metrics if self.ending is not None else None
+        bill = (metrics or RequestMetrics()).to_dict()
+        waited_ms = self.begun.now - self.begun.created
+        for name in ("queue_ms", "ttft_ms", "total_ms"):
+            if bill[name] is not None:
+                bill[name] = round(bill[name] + waited_ms, 3)
+        return {**bill, "attempts": self.begun.attempt}
+
+
+def cancelled_error() -> RequestError:
+    return RequestError("cancelled", "the request was cancelled")

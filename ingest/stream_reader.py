@@ -1,0 +1,154 @@
+"""Getting entries from one shard's input streams: own ones after a failure, those of dead engines, then new ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from redis.exceptions import RedisError, ResponseError
+
+from pagemill.ingest import scripts
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.entries import Entry
+from pagemill.ingest.keys import GROUP, PRIORITIES, ShardKeys
+from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lost, is_unavailable
+
+_PAGE = 100
+
+_log = structlog.get_logger(__name__)
+
+
+class StreamReader:
+    """Reads entries as consumer `owner`. `beat` is awaited before the groups are (re)made, hence before any delivery.
+
+    A read must never be cancelled: the server would count its entry as delivered and nobody would have it.
+    """
+
+    def __init__(
+        self,
+        shard: ShardKeys,
+        owner: str,
+        client: Client,
+        config: QueueConfig,
+        beat: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._shard = shard
+        self._owner = owner
+        self._client = client
+        self._config = config
+        self._beat = beat
+        self._clock = clock
+        self._blocking = connect_blocking(config.redis_url, owner)
+        self._grouped = False
+        self._recover = False
+        self._adopt_at = clock()
+        self._backoff = Backoff()
+        self._away = False
+
+    async def read(self) -> list[Entry]:
+        """Entries for this engine, at most one new one of each priority. Empty when nothing came for `block_ms`.
+
+        Redis being away is waited out with growing pauses, one a call; streams and groups that were deleted are made
+        again.
+        """
+        try:
+            entries = await self._next()
+        except (RedisError, OSError, TimeoutError) as error:
+            self._recover = True
+            if isinstance(error, ResponseError) and (is_group_lost(error) or "no such key" in str(error)):
+                self._grouped = False
+                _log.warning("stream or group has gone and is made again", reason=str(error))
+                await asyncio.sleep(0.1)
+                return []
+            if not is_unavailable(error):
+                raise
+            if not self._away:
+                _log.warning("redis is unavailable, reading waits", reason=str(error) or type(error).__name__)
+            self._away = True
+            await self._backoff.sleep()
+            return []
+        if self._away:
+            _log.info("redis is back, reading goes on")
+        self._away = False
+        self._backoff.reset()
+        return entries
+
+    async def aclose(self) -> None:
+        await self._blocking.aclose()
+
+    async def _next(self) -> list[Entry]:
+        if not self._grouped:
+            await self._make_groups()
+            self._grouped = True
+        if self._recover:
+            entries = await self._own_pending()
+            self._recover = False
+            if entries:
+                return entries
+        if self._clock() >= self._adopt_at:
+            entries = await self._adopt()
+            if entries:
+                return entries
+            # Several engines look at different moments, so that the entries of a dead one are spread over them.
+            self._adopt_at = self._clock() + self._config.heartbeat_timeout_s / 3
+        async with asyncio.timeout(self._config.block_ms / 1000 + 5):
+            reply: Any = await self._blocking.xreadgroup(
+                GROUP, self._owner, dict.fromkeys(self._shard.streams, ">"), count=1, block=self._config.block_ms
+            )
+        return self._entries(reply)
+
+    async def _make_groups(self) -> None:
+        await self._beat()
+        for stream in self._shard.streams:
+            try:
+                await self._client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+
+    async def _own_pending(self) -> list[Entry]:
+        """What was delivered to this consumer and perhaps never arrived here."""
+        entries: list[Entry] = []
+        for number, stream in enumerate(self._shard.streams):
+            last = b"0"
+            while True:
+                reply: Any = await self._client.xreadgroup(GROUP, self._owner, {stream: last}, count=_PAGE)
+                page = reply[0][1] if reply else []
+                for entry_id, fields in page:
+                    if fields:
+                        entries.append(Entry(self._shard, number, entry_id, fields))
+                    else:
+                        await self._client.xack(stream, GROUP, entry_id)
+                if len(page) < _PAGE:
+                    break
+                last = page[-1][0]
+        return entries
+
+    async def _adopt(self) -> list[Entry]:
+        calls = [
+            scripts.adopt(
+                self._shard, stream, self._owner, timeout_ms=int(self._config.heartbeat_timeout_s * 1000), count=1
+            )
+            for stream in range(PRIORITIES)
+        ]
+        entries: list[Entry] = []
+        for stream, reply in enumerate(await scripts.run(self._client, calls)):
+            if isinstance(reply, BaseException):
+                raise reply
+            for entry_id, flat in reply:
+                fields = dict(zip(flat[::2], flat[1::2], strict=True))
+                entries.append(Entry(self._shard, stream, entry_id, fields))
+                _log.info("entry of a dead engine taken over", stream=stream, entry=entry_id.decode())
+        return entries
+
+    def _entries(self, reply: list[Any]) -> list[Entry]:
+        numbers = {stream.encode(): number for number, stream in enumerate(self._shard.streams)}
+        return [
+            Entry(self._shard, numbers[stream], entry_id, fields or {})
+            for stream, items in reply or ()
+            for entry_id, fields in items
+        ]

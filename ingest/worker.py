@@ -1,0 +1,484 @@
+"""The engine's side of the queue: stream -> engine -> events.
+
+The idea. An entry is taken only while the engine has room, so whatever it cannot start stays visible to every other
+engine. `begin` makes this engine the owner; from then on each write is fenced by owner, attempt and offset, so an
+engine that was believed dead and comes back can harm nobody. `finish` writes the end and removes the entry in one step:
+an entry is in the stream exactly while its request is unfinished, and a crash at any point leaves it there.
+
+Invariants. A heartbeat precedes the first read, and while it cannot be refreshed nothing new is taken: entries are only
+adopted from an engine whose heartbeat is old. A read is never cancelled, since the server would have delivered to
+nobody; after a read that failed, this consumer's own pending entries are read again. Every loop survives Redis going
+away; only the death of the engine ends `run` with an error.
+
+Rejected: an ack at delivery (loses requests in a crash); renewing leases with XCLAIM (steals entries back from their
+new owner); one connection for blocking reads and commands (a read would hold up every append).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from importlib import metadata
+from typing import Any, TypeVar
+
+import orjson
+import structlog
+from redis.exceptions import RedisError
+
+from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.errors import ConfigError, EngineDeadError, RequestError
+from pagemill.engine.prompt import Prompt, TokenIds
+from pagemill.ingest import dead_letters, scripts
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.entries import Entry, UnreadableEntry, read_id, read_request
+from pagemill.ingest.events import Transcript
+from pagemill.ingest.keys import QueueKeys, ShardKeys
+from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error
+from pagemill.ingest.outbox import Outbox
+from pagemill.ingest.redis import MIN_VERSION, Backoff, Client, connect_commands, is_unavailable
+from pagemill.ingest.schema import RequestBody, UnreadableBody, check_size
+from pagemill.ingest.stream_reader import StreamReader
+
+MAX_STARTING = 4  # entries between delivery and the engine's queue
+
+_T = TypeVar("_T")
+_log = structlog.get_logger(__name__)
+
+
+class Worker:
+    """Serves one queue with one engine: `await run()` until `stop()` is called or the engine dies.
+
+    `owner` is this engine's name as a consumer, fresh for each worker, so that a restart never mistakes the entries of
+    its predecessor for its own.
+    """
+
+    def __init__(self, engine: AsyncEngine, config: QueueConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
+        self.owner = f"{socket.gethostname()[:32]}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._client: Client = connect_commands(config.redis_url, self.owner)
+        self._outbox = Outbox(self._client, config, on_cancel=self._on_cancel, on_end=self._on_end)
+        self._live: dict[str, LiveRequest] = {}
+        self._taken: set[tuple[str, bytes]] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._starting = asyncio.Semaphore(MAX_STARTING)
+        self._stopping = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._beat_at = float("-inf")
+        self.ready = asyncio.Event()
+        self.finished = 0
+
+    @property
+    def num_live(self) -> int:
+        """Requests that this engine owns now."""
+        return len(self._live)
+
+    def stop(self) -> None:
+        """Take nothing new, let what runs finish within `drain_timeout_s`, give back the rest; then `run` returns."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Serve until stopped. Waits for a Redis that is not there yet.
+
+        Raises `EngineDeadError` when the device fails (its requests stay in the stream for the next engine) and
+        `ConfigError` when the server is too old.
+        """
+        tasks: list[asyncio.Task[Any]] = []
+        readers: list[asyncio.Task[None]] = []
+        try:
+            if not await self._connect():
+                return
+            death = asyncio.create_task(self._engine.wait_for_death())
+            stopping = asyncio.create_task(self._stopping.wait())
+            loops = [self._outbox.run(), self._beat_regularly(), self._watch()]
+            tasks = [death, stopping, *map(asyncio.create_task, loops)]
+            readers = [asyncio.create_task(self._read(shard)) for shard in self._keys.shards]
+            _log.info("engine serves the queue", queue=self._config.queue, owner=self.owner)
+            await _first_of([*tasks, *readers])
+            self._stopping.set()
+            await self._drain(readers, death)
+        finally:
+            self._stopping.set()
+            await _end([*tasks, *self._serving])
+            # Readers are not cancelled: a cancelled read could strand the entry that it was being given.
+            await asyncio.gather(*readers, return_exceptions=True)
+            await self._retire()
+            await self._client.aclose()
+
+    async def run_until_signal(self) -> None:
+        """`run`, stopped cleanly by SIGTERM or SIGINT. For an event loop of the main thread."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            await self.run()
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    # -- the life of the worker ----------------------------------------------------------------------------------
+
+    async def _connect(self) -> bool:
+        """Wait until Redis answers. False: stopped before."""
+        backoff = Backoff()
+        waiting = False
+        while not self._stopping.is_set():
+            try:
+                info = await self._client.info()
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    raise
+                if not waiting:
+                    _log.warning("waiting for redis", url=self._config.redis_url, reason=str(error))
+                waiting = True
+                await backoff.sleep()
+                continue
+            version = str(info["redis_version"])
+            if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+                raise ConfigError(f"the server at {self._config.redis_url} is Redis {version}; 7.0 is the least")
+            if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
+                _log.warning("redis may evict requests: set maxmemory-policy to noeviction")
+            return True
+        return False
+
+    async def _drain(self, readers: list[asyncio.Task[None]], death: asyncio.Task[EngineDeadError]) -> None:
+        async def finished() -> None:
+            await asyncio.gather(*readers)
+            await asyncio.gather(*self._serving)
+            await self._empty.wait()
+
+        if self._live:
+            _log.info("stopping: running requests finish", requests=len(self._live))
+        waiter = asyncio.create_task(finished())
+        try:
+            done, _ = await asyncio.wait(
+                {waiter, death}, timeout=self._config.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if death in done:
+                raise death.result()
+            if waiter in done:
+                waiter.result()
+            else:
+                await self._give_back()
+        finally:
+            await _end([waiter])
+
+    async def _give_back(self) -> None:
+        """Publish what the running requests have so far and leave them to the next engine."""
+        await _end(list(self._serving))
+        lives = [live for live in self._live.values() if live.ending is None]
+        _log.warning("stopping: requests are given back", requests=len(lives))
+        for live in lives:
+            live.detached = True
+            self._engine.abort(live.request_id)
+            self._outbox.flush_now(live)
+        try:
+            async with asyncio.timeout(5):
+                await self._outbox.join()
+                await scripts.run(
+                    self._client,
+                    [
+                        scripts.release(live.entry.shard, live.request_id, self.owner, live.begun.attempt)
+                        for live in lives
+                    ],
+                )
+        except (RedisError, OSError) as error:
+            # Not released, they count an attempt and wait for this engine's heartbeat to grow old: nothing is lost.
+            _log.warning("requests could not be given back in order", reason=str(error) or type(error).__name__)
+
+    async def _retire(self) -> None:
+        if self._beat_at == float("-inf"):
+            return
+        try:
+            async with asyncio.timeout(5):
+                await scripts.run(self._client, [scripts.retire(shard, self.owner) for shard in self._keys.shards])
+        except (RedisError, OSError) as error:
+            _log.warning("could not leave the list of engines", reason=str(error) or type(error).__name__)
+        else:
+            _log.info("engine has left the queue", owner=self.owner, finished=self.finished)
+
+    async def _beat_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_timeout_s / 4)
+            try:
+                await self._beat()
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    raise
+                _log.debug("heartbeat failed", reason=str(error))
+
+    async def _beat(self) -> None:
+        statistics = self._engine.statistics()
+        description = orjson.dumps(
+            {
+                "model": self._engine.info.model_name,
+                "num_blocks": self._engine.info.num_blocks,
+                "free_blocks": statistics.cache.pool.free,
+                "running": statistics.running,
+                "waiting": statistics.waiting,
+                "preemptions": statistics.preemptions,
+                "version": metadata.version("pagemill"),
+            }
+        )
+        started = time.monotonic()
+        for reply in await scripts.run(
+            self._client, [scripts.heartbeat(shard, self.owner, description) for shard in self._keys.shards]
+        ):
+            if isinstance(reply, BaseException):
+                raise reply
+        self._beat_at = started
+
+    async def _watch(self) -> None:
+        """Notice cancels and deadlines of requests that have nothing to append."""
+        poll_s = self._config.poll_ms / 1000
+        while True:
+            await asyncio.sleep(poll_s)
+            now = time.monotonic()
+            lives = [live for live in self._live.values() if live.ending is None and not live.detached]
+            for live in lives:
+                if now >= live.expires_at:
+                    self._on_cancel(live, "expired")
+            quiet = [live for live in lives if live.stopping is None and now - live.flushed_at >= poll_s]
+            if not quiet:
+                continue
+            pipeline = self._client.pipeline(transaction=False)
+            for live in quiet:
+                pipeline.hmget(live.entry.shard.record(live.request_id), ["owner", "attempt", "cancel"])
+            try:
+                records = await pipeline.execute()
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    raise
+                continue
+            for live, (owner, attempt, cancel) in zip(quiet, records, strict=True):
+                if owner != self.owner.encode() or attempt != b"%d" % live.begun.attempt:
+                    self._outbox.drop(live, "taken over" if owner else "gone")
+                elif cancel == b"1":
+                    self._on_cancel(live, "cancelled")
+
+    # -- entries -------------------------------------------------------------------------------------------------
+
+    async def _read(self, shard: ShardKeys) -> None:
+        reader = StreamReader(shard, self.owner, self._client, self._config, self._beat)
+        try:
+            while await self._wait_for_room():
+                for entry in await reader.read():
+                    place = (entry.stream_key, entry.entry_id)
+                    if place in self._taken:
+                        continue
+                    self._taken.add(place)
+                    await self._starting.acquire()
+                    task = asyncio.create_task(self._serve(entry))
+                    self._serving.add(task)
+                    task.add_done_callback(self._serving.discard)
+                self.ready.set()
+        finally:
+            await reader.aclose()
+
+    async def _wait_for_room(self) -> bool:
+        """Wait until something new may be taken. False: the worker stops."""
+        while not self._stopping.is_set():
+            if self._beat_at + self._config.heartbeat_timeout_s / 2 < time.monotonic() and self.ready.is_set():
+                await asyncio.sleep(0.05)
+            elif self._engine.has_room():
+                return True
+            else:
+                room = asyncio.create_task(self._engine.wait_for_room())
+                stopping = asyncio.create_task(self._stopping.wait())
+                await asyncio.wait({room, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                await _end([room, stopping])
+        return False
+
+    async def _serve(self, entry: Entry) -> None:
+        live: LiveRequest | None = None
+        try:
+            live = await self._begin(entry)
+            if live is not None:
+                await self._start(live)
+        except (RedisError, OSError) as error:
+            if is_unavailable(error):  # and this worker stops
+                _log.warning("entry left to others", entry=entry.entry_id.decode(), reason=str(error))
+            else:
+                await dead_letters.bury(self._client, entry, self.owner, UnreadableEntry("refused", str(error)))
+        except EngineDeadError:
+            pass  # `run` ends with it, and the entry is still in the stream.
+        finally:
+            self._starting.release()
+            if live is None:
+                self._taken.discard((entry.stream_key, entry.entry_id))
+
+    async def _begin(self, entry: Entry) -> LiveRequest | None:
+        """Own an entry. None: it is nobody's to answer, or another engine's."""
+        try:
+            request_id = read_id(entry.fields)
+        except UnreadableEntry as problem:
+            unreadable = problem
+            await self._insist(lambda: dead_letters.bury(self._client, entry, self.owner, unreadable))
+            return None
+        body: RequestBody | None = None
+        refusal: RequestError | None = None
+        try:
+            data = await self._insist(lambda: self._body(entry, request_id))
+            body = read_request(entry.fields, data, self._config.max_body_bytes)
+        except RequestError as error:
+            refusal = error
+        if self._stopping.is_set():
+            return None
+        ttl_ms = body.ttl_ms if body is not None and body.ttl_ms is not None else self._config.default_ttl_ms
+        seed = body.params.seed if body is not None and body.params.seed is not None else secrets.randbits(64)
+        call = scripts.begin(
+            entry, self.owner, request_id, ttl_ms=ttl_ms, tenant=body.tenant if body else "default", seed=seed
+        )
+        begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
+        if isinstance(begun, str):
+            _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
+            return None
+        live = LiveRequest(entry, request_id, self.owner, begun, body, self._engine.info.model_name)
+        live.expires_at = time.monotonic() + (begun.deadline - begun.now) / 1000
+        self._live[request_id] = live
+        self._empty.clear()
+        live.stopping = self._ending_at_begin(live, refusal)
+        return live
+
+    def _ending_at_begin(self, live: LiveRequest, refusal: RequestError | None) -> Ending | None:
+        begun, body = live.begun, live.body
+        if begun.cancelled:
+            return Ending("cancelled", cancelled_error())
+        if refusal is not None or body is None:
+            return Ending("rejected", refusal, dead_letter="unreadable" if isinstance(refusal, UnreadableBody) else "")
+        if begun.now > begun.deadline:
+            return Ending("expired", expired_error())
+        if body.model not in (None, self._engine.info.model_name):
+            name = self._engine.info.model_name
+            message = f"this queue serves {name}, not {body.model[:64] if body.model else body.model}"
+            return Ending("rejected", RequestError("unsupported_model", message, param="model"))
+        attempts = begun.attempt - begun.released
+        allowed = body.max_attempts if body.max_attempts is not None else self._config.max_attempts
+        if attempts > allowed:
+            message = f"{attempts - 1} engines ended while they ran this request"
+            return Ending("failed", RequestError("poison", message), dead_letter="poison")
+        return None
+
+    async def _start(self, live: LiveRequest) -> None:
+        """Hand an owned request to the engine, going on where another one stopped; or end it if it is to end here."""
+        try:
+            if live.begun.seq > 0:
+                await self._recall(live)
+            if live.stopping is None:
+                await self._prepare(live)
+            if live.stopping is not None:
+                live.ending = live.stopping
+        except RequestError as error:
+            live.ending = Ending("failed" if live.has_tokens else "rejected", error)
+        except (RedisError, OSError, EngineDeadError):
+            raise
+        except Exception as error:
+            # Whatever one request trips over must not end its neighbours.
+            _log.exception("request failed to start", request_id=live.request_id)
+            live.ending = Ending("failed", RequestError("engine_error", f"{type(error).__name__}: {error}"))
+        if live.ending is not None:
+            self._outbox.flush_now(live)
+
+    async def _prepare(self, live: LiveRequest) -> None:
+        body = live.body
+        assert body is not None
+        request = await self._engine.prepare(
+            live.request_id,
+            _prompt(body),
+            body.params,
+            tenant=body.tenant,
+            cache_salt=body.cache_salt,
+            priority=live.entry.stream,
+            seed=live.begun.seed,
+            output_token_ids=live.choice.token_ids,
+        )
+        live.prompt_tokens = len(request.prompt_token_ids)
+        if live.stopping is None and not live.detached:
+            self._engine.submit(request, partial(self._outbox.put, live))
+
+    async def _recall(self, live: LiveRequest) -> None:
+        """Read what earlier engines have published of a request."""
+        key = live.entry.shard.events(live.request_id)
+        items: Any = await self._insist(lambda: self._client.xrange(key))
+        live.transcript = Transcript.of(orjson.loads(fields[b"e"]) for _, fields in items)
+        if live.transcript.seq != live.begun.seq:
+            raise RequestError("request_lost", "some of the request's events were lost, it cannot go on")
+
+    async def _body(self, entry: Entry, request_id: str) -> bytes:
+        body = entry.fields.get(b"body")
+        if body is not None:
+            return body
+        key = entry.shard.blob(request_id)
+        check_size(await self._client.strlen(key), self._config.max_body_bytes)
+        blob: Any = await self._client.get(key)
+        if blob is None:
+            raise RequestError("request_lost", "the blob with the request's body is not there", param="body")
+        return bytes(blob)
+
+    async def _insist(self, action: Callable[[], Awaitable[_T]]) -> _T:
+        """Repeat `action` while Redis is unavailable. Raises the error when the worker stops."""
+        backoff = Backoff()
+        while True:
+            try:
+                return await action()
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error) or self._stopping.is_set():
+                    raise
+            await backoff.sleep()
+
+    # -- what the outbox and the server say ----------------------------------------------------------------------
+
+    def _on_cancel(self, live: LiveRequest, why: str) -> None:
+        if live.ending is not None or live.stopping is not None or live.detached:
+            return
+        live.stopping = (
+            Ending("cancelled", cancelled_error()) if why == "cancelled" else Ending("expired", expired_error())
+        )
+        self._engine.abort(live.request_id)
+
+    def _on_end(self, live: LiveRequest, written: bool) -> None:
+        if not written:
+            self._engine.abort(live.request_id)
+        self._taken.discard((live.entry.stream_key, live.entry.entry_id))
+        if self._live.get(live.request_id) is live:
+            del self._live[live.request_id]
+        self.finished += written
+        if not self._live:
+            self._empty.set()
+
+
+def expired_error() -> RequestError:
+    return RequestError("deadline_exceeded", "the deadline has passed", param="ttl_ms")
+
+
+def _prompt(body: RequestBody) -> Prompt:
+    if body.prompt_token_ids is not None:
+        return TokenIds(body.prompt_token_ids)
+    if body.messages is not None:
+        return body.messages
+    assert body.prompt is not None
+    return body.prompt
+
+
+async def _first_of(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Wait until one task has ended; raise its error if it has one."""
+    done, _ = await asyncio.wait(list(tasks), return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        if isinstance(result := task.result(), EngineDeadError):
+            raise result
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    pending = list(tasks)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
