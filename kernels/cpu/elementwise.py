@@ -1,0 +1,161 @@
+"""Norms, rotary embedding, activation and the KV write on the CPU. Arithmetic is float32; rows are independent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from pagemill.kernels.cpu.jit import helper, parallel_kernel
+from pagemill.kernels.cpu.simd import exp32, narrow, widen
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+@helper
+def _rms_norm_rows(begin: int, end: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
+    size = np.float32(x.shape[1])
+    for row in range(begin, end):
+        squares = _ZERO
+        for i in range(x.shape[1]):
+            value = widen(x[row, i])
+            squares += value * value
+        inverse = _ONE / np.sqrt(squares / size + eps)
+        for i in range(x.shape[1]):
+            out[row, i] = narrow(widen(x[row, i]) * inverse * widen(weight[i]), out[row, i])
+
+
+@parallel_kernel
+def rms_norm(threads: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
+    rows = x.shape[0]
+    numba.set_num_threads(threads)
+    for thread in numba.prange(threads):
+        _rms_norm_rows(rows * thread // threads, rows * (thread + 1) // threads, x, weight, eps, out)
+
+
+@helper
+def _add_rms_norm_rows(
+    begin: int, end: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any
+) -> None:
+    size = np.float32(x.shape[1])
+    for row in range(begin, end):
+        squares = _ZERO
+        for i in range(x.shape[1]):
+            stored = narrow(widen(x[row, i]) + widen(residual[row, i]), total[row, i])
+            total[row, i] = stored
+            value = widen(stored)
+            squares += value * value
+        inverse = _ONE / np.sqrt(squares / size + eps)
+        for i in range(x.shape[1]):
+            out[row, i] = narrow(widen(total[row, i]) * inverse * widen(weight[i]), out[row, i])
+
+
+@parallel_kernel
+def add_rms_norm(threads: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any) -> None:
+    rows = x.shape[0]
+    numba.set_num_threads(threads)
+    for thread in numba.prange(threads):
+        begin, end = rows * thread // threads, rows * (thread + 1) // threads
+        _add_rms_norm_rows(begin, end, x, residual, weight, eps, out, total)
+
+
+@helper
+def _silu_and_mul_rows(begin: int, end: int, gate_up: Any, out: Any) -> None:
+    size = out.shape[1]
+    for row in range(begin, end):
+        for i in range(size):
+            gate = widen(gate_up[row, i])
+            out[row, i] = narrow(gate / (_ONE + exp32(-gate)) * widen(gate_up[row, size + i]), out[row, i])
+
+
+@parallel_kernel
+def silu_and_mul(threads: int, gate_up: Any, out: Any) -> None:
+    rows = out.shape[0]
+    numba.set_num_threads(threads)
+    for thread in numba.prange(threads):
+        _silu_and_mul_rows(rows * thread // threads, rows * (thread + 1) // threads, gate_up, out)
+
+
+@helper
+def _rotate(heads: Any, start: int, count: int, cos_sin: Any, position: int) -> None:
+    half = cos_sin.shape[1] // 2
+    for head in range(count):
+        base = start + head * 2 * half
+        for i in range(half):
+            cos, sin = cos_sin[position, i], cos_sin[position, half + i]
+            first, second = widen(heads[base + i]), widen(heads[base + half + i])
+            heads[base + i] = narrow(first * cos - second * sin, heads[base + i])
+            heads[base + half + i] = narrow(second * cos + first * sin, heads[base + half + i])
+
+
+@helper
+def _rotary_rows(
+    begin: int,
+    end: int,
+    query: Any,
+    query_heads: int,
+    query_stride: int,
+    key: Any,
+    key_heads: int,
+    key_stride: int,
+    positions: Any,
+    cos_sin: Any,
+) -> None:
+    for row in range(begin, end):
+        _rotate(query, row * query_stride, query_heads, cos_sin, positions[row])
+        _rotate(key, row * key_stride, key_heads, cos_sin, positions[row])
+
+
+@parallel_kernel
+def rotary(
+    threads: int,
+    query: Any,
+    query_heads: int,
+    query_stride: int,
+    key: Any,
+    key_heads: int,
+    key_stride: int,
+    positions: Any,
+    cos_sin: Any,
+) -> None:
+    """query and key are flat arrays whose rows lie their stride apart."""
+    rows = positions.shape[0]
+    numba.set_num_threads(threads)
+    for thread in numba.prange(threads):
+        begin, end = rows * thread // threads, rows * (thread + 1) // threads
+        _rotary_rows(begin, end, query, query_heads, query_stride, key, key_heads, key_stride, positions, cos_sin)
+
+
+@helper
+def _write_kv_rows(
+    begin: int, end: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
+) -> None:
+    heads, block_size, dim = v.shape[1], v.shape[2], v.shape[3]
+    pack = k.shape[4]
+    for row in range(begin, end):
+        slot = slots[row]
+        if slot < 0 or slot >= v.shape[0] * block_size:
+            continue
+        block, offset = slot // block_size, slot % block_size
+        for head in range(heads):
+            source = row * key_stride + head * dim
+            for word in range(dim // pack):
+                for part in range(pack):
+                    k[block, head, word, offset, part] = key[source + word * pack + part]
+            source = row * value_stride + head * dim
+            for d in range(dim):
+                v[block, head, offset, d] = value[source + d]
+
+
+@parallel_kernel
+def write_kv(
+    threads: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
+) -> None:
+    """key and value are flat arrays whose rows lie their stride apart; k and v are `LayerKV.words`."""
+    rows = slots.shape[0]
+    numba.set_num_threads(threads)
+    for thread in numba.prange(threads):
+        begin, end = rows * thread // threads, rows * (thread + 1) // threads
+        _write_kv_rows(begin, end, key, key_stride, value, value_stride, k, v, slots)

@@ -1,0 +1,323 @@
+"""Building blocks that numba cannot express: bfloat16, a vectorising exponential and register tiles, as LLVM IR.
+
+numba has no bfloat16 and promotes small integers to 64 bits, which keeps LLVM from vectorising conversions written by
+hand; so they are emitted here. bfloat16 travels as uint16. The tiles keep a few rows of partial sums in vector
+registers, which a loop nest in Python cannot promise. All lanes past the end are masked: memory behind a tile is never
+touched, whatever it holds.
+"""
+
+# llvmlite and numba ship no types, and `intrinsic` returns what numba makes of a function.
+# mypy: disable-error-code="untyped-decorator, import-untyped, no-any-return"
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16  # of 32 bits: one AVX-512 register, two of AVX2, four of NEON
+ROW_STEPS = (8, 4, 3, 2, 1)
+"""Rows that one tile can hold; callers peel their rows off in these steps."""
+
+_I1 = ir.IntType(1)
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
+_F32 = ir.FloatType()
+_VI32 = ir.VectorType(_I32, LANES)
+_VF32 = ir.VectorType(_F32, LANES)
+_VI1 = ir.VectorType(_I1, LANES)
+
+
+@intrinsic
+def widen(typingctx: Any, x: Any) -> Any:
+    """A stored element (bfloat16 as uint16, or float32) as float32."""
+    if x == types.float32:
+        return types.float32(x), lambda context, builder, sig, args: args[0]
+    if x != types.uint16:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
+
+    return types.float32(x), codegen
+
+
+@intrinsic
+def narrow(typingctx: Any, x: Any, like: Any) -> Any:
+    """float32 x in the type of the stored element `like`: bfloat16 rounds to nearest even, NaN stays NaN.
+
+    Rounded with integers: without hardware support LLVM would call a library routine that is not there and abort.
+    """
+    if x != types.float32:
+        return None
+    if like == types.float32:
+        return types.float32(x, like), lambda context, builder, sig, args: args[0]
+    if like != types.uint16:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        quiet = builder.or_(bits, ir.Constant(_I32, 0x400000))
+        return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), ir.Constant(_I32, 16)), _I16)
+
+    return types.uint16(x, like), codegen
+
+
+def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    signature = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+@intrinsic
+def exp32(typingctx: Any, x: Any) -> Any:
+    """exp of a float32, about one unit in the last place, without a branch; below -87.3 it is exactly 0.
+
+    Cody-Waite reduction to [-ln 2 / 2, ln 2 / 2] and the polynomial of Cephes' expf.
+    """
+    if x != types.float32:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        def constant(value: float) -> Any:
+            return ir.Constant(_F32, value)
+
+        def fma(a: Any, b: Any, c: Any) -> Any:
+            return _call(builder, "llvm.fma.f32", _F32, [a, b, c])
+
+        value = args[0]
+        clamped = _call(builder, "llvm.minnum.f32", _F32, [value, constant(88.0)])
+        clamped = _call(builder, "llvm.maxnum.f32", _F32, [clamped, constant(-87.3125)])
+        power = _call(builder, "llvm.rint.f32", _F32, [builder.fmul(clamped, constant(1.4426950216293335))])
+        rest = fma(power, constant(-0.693359375), clamped)
+        rest = fma(power, constant(2.1219444170128554e-4), rest)
+        poly = constant(1.98756910860538e-4)
+        for coefficient in (
+            1.39819993637501e-3,
+            8.33345204591751e-3,
+            4.16657887399197e-2,
+            1.66666641831398e-1,
+            5.00000119209290e-1,
+        ):
+            poly = fma(poly, rest, constant(coefficient))
+        poly = fma(poly, builder.fmul(rest, rest), builder.fadd(rest, constant(1.0)))
+        exponent = builder.shl(builder.fptosi(power, _I32), ir.Constant(_I32, 23))
+        result = builder.bitcast(builder.add(builder.bitcast(poly, _I32), exponent), _F32)
+        result = builder.select(builder.fcmp_ordered("<", value, constant(-87.3125)), constant(0.0), result)
+        return builder.select(builder.fcmp_unordered("uno", value, value), value, result)
+
+    return types.float32(x), codegen
+
+
+def _data(context: Any, builder: Any, array_type: Any, value: Any, element: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, value).data
+    return builder.bitcast(data, element.as_pointer())
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    one = builder.insert_element(ir.Constant(_VF32, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(_VF32, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
+
+
+def _lane_mask(builder: Any, count: Any) -> Any:
+    """Lanes below count."""
+    narrow_count = builder.trunc(count, _I32)
+    one = builder.insert_element(ir.Constant(_VI32, ir.Undefined), narrow_count, ir.Constant(_I32, 0))
+    counts = builder.shuffle_vector(one, ir.Constant(_VI32, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
+    return builder.icmp_signed("<", ir.Constant(_VI32, list(range(LANES))), counts)
+
+
+def _load(builder: Any, pointer: Any, vector: Any, mask: Any | None) -> Any:
+    pointer = builder.bitcast(pointer, vector.as_pointer())
+    if mask is None:
+        loaded = builder.load(pointer)
+        loaded.align = 4
+        return loaded
+    name = f"llvm.masked.load.v{LANES}{'f32' if vector.element is _F32 else 'i32'}.p0"
+    zero = ir.Constant(vector, [0] * LANES)
+    return _call(builder, name, vector, [pointer, ir.Constant(_I32, 4), mask, zero])
+
+
+def _store(builder: Any, value: Any, pointer: Any) -> None:
+    builder.store(value, builder.bitcast(pointer, value.type.as_pointer())).align = 4
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return _call(builder, f"llvm.fma.v{LANES}f32", _VF32, [a, b, c])
+
+
+def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
+    """The two bfloat16 of each 32-bit word as float32: the low one, which lies first in memory, and the high one."""
+    low = builder.shl(words, ir.Constant(_VI32, [16] * LANES))
+    high = builder.and_(words, ir.Constant(_VI32, [0xFFFF0000] * LANES))
+    return builder.bitcast(low, _VF32), builder.bitcast(high, _VF32)
+
+
+def _accumulators(builder: Any, count: int) -> list[Any]:
+    return [cgutils.alloca_once(builder, _VF32) for _ in range(count)]
+
+
+def make_score_tile(rows: int) -> Callable[..., Any]:
+    """c[r, n] = sum over d of a[r, d] * b[d, n], for `rows` rows and `cols` <= 16 columns: queries times keys.
+
+    The intrinsic's arguments: a float32 array, offset, row stride; b array in k_major order (two bfloat16 of one column
+    share a word), offset, stride, both in words; depth in words; cols; c float32 array, offset, row stride.
+    All 16 columns of c are written.
+    """
+
+    @intrinsic
+    def score_tile(
+        typingctx: Any,
+        a: Any,
+        ao: Any,
+        astr: Any,
+        b: Any,
+        bo: Any,
+        bstr: Any,
+        depth: Any,
+        cols: Any,
+        c: Any,
+        co: Any,
+        cstr: Any,
+    ) -> Any:
+        packed = b.dtype == types.uint16
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> None:
+            a_off, a_stride, b_off, b_stride, n, columns, c_off, c_stride = (args[i] for i in (1, 2, 4, 5, 6, 7, 9, 10))
+            word = _I32 if packed else _F32
+            a_data = _data(context, builder, sig.args[0], args[0], _F32)
+            b_data = _data(context, builder, sig.args[3], args[3], word)
+            c_data = _data(context, builder, sig.args[8], args[8], _F32)
+            mask = _lane_mask(builder, columns)
+            # Two chains of sums for each row where there are few rows, to cover the latency of a fused multiply-add.
+            chains = 2 if packed and rows <= 4 else 1
+            sums = _accumulators(builder, rows * chains)
+            for pointer in sums:
+                builder.store(ir.Constant(_VF32, [0.0] * LANES), pointer)
+            starts = [builder.add(a_off, builder.mul(a_stride, ir.Constant(a_stride.type, r))) for r in range(rows)]
+            with cgutils.for_range(builder, n) as loop:
+                place = builder.add(b_off, builder.mul(loop.index, b_stride))
+                loaded = _load(builder, builder.gep(b_data, [place]), _VI32 if packed else _VF32, mask)
+                parts = _halves(builder, loaded) if packed else (loaded,)
+                step = builder.mul(loop.index, ir.Constant(loop.index.type, len(parts)))
+                for row in range(rows):
+                    for index, part in enumerate(parts):
+                        at = builder.add(starts[row], builder.add(step, ir.Constant(step.type, index)))
+                        factor = _splat(builder, builder.load(builder.gep(a_data, [at])))
+                        pointer = sums[row * chains + (index if chains == 2 else 0)]
+                        builder.store(_fma(builder, factor, part, builder.load(pointer)), pointer)
+            for row in range(rows):
+                total = builder.load(sums[row * chains])
+                if chains == 2:
+                    total = builder.fadd(total, builder.load(sums[row * chains + 1]))
+                at = builder.add(c_off, builder.mul(c_stride, ir.Constant(c_stride.type, row)))
+                _store(builder, total, builder.gep(c_data, [at]))
+
+        return types.void(a, ao, astr, b, bo, bstr, depth, cols, c, co, cstr), codegen
+
+    return score_tile
+
+
+def make_value_tile(rows: int) -> Callable[..., Any]:
+    """c[r, n] += sum over t of a[r, t] * b[t, n], for `rows` rows and `cols` <= 16 words of columns: weights by values.
+
+    Arguments as for the score tile, depth in rows of b. Two bfloat16 of a word are two columns: of c, the 16 even ones
+    come first, then the 16 odd ones.
+    """
+
+    @intrinsic
+    def value_tile(
+        typingctx: Any,
+        a: Any,
+        ao: Any,
+        astr: Any,
+        b: Any,
+        bo: Any,
+        bstr: Any,
+        depth: Any,
+        cols: Any,
+        c: Any,
+        co: Any,
+        cstr: Any,
+    ) -> Any:
+        packed = b.dtype == types.uint16
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> None:
+            a_off, a_stride, b_off, b_stride, n, columns, c_off, c_stride = (args[i] for i in (1, 2, 4, 5, 6, 7, 9, 10))
+            word = _I32 if packed else _F32
+            a_data = _data(context, builder, sig.args[0], args[0], _F32)
+            b_data = _data(context, builder, sig.args[3], args[3], word)
+            c_data = _data(context, builder, sig.args[8], args[8], _F32)
+            mask = _lane_mask(builder, columns)
+            width = 2 if packed else 1
+            sums = _accumulators(builder, rows * width)
+            places = []
+            for row in range(rows):
+                for index in range(width):
+                    at = builder.add(c_off, builder.mul(c_stride, ir.Constant(c_stride.type, row)))
+                    pointer = builder.gep(c_data, [builder.add(at, ir.Constant(at.type, index * LANES))])
+                    places.append(pointer)
+                    builder.store(_load(builder, pointer, _VF32, None), sums[row * width + index])
+            starts = [builder.add(a_off, builder.mul(a_stride, ir.Constant(a_stride.type, r))) for r in range(rows)]
+            with cgutils.for_range(builder, n) as loop:
+                place = builder.add(b_off, builder.mul(loop.index, b_stride))
+                loaded = _load(builder, builder.gep(b_data, [place]), _VI32 if packed else _VF32, mask)
+                parts = _halves(builder, loaded) if packed else (loaded,)
+                for row in range(rows):
+                    factor = _splat(builder, builder.load(builder.gep(a_data, [builder.add(starts[row], loop.index)])))
+                    for index, part in enumerate(parts):
+                        pointer = sums[row * width + index]
+                        builder.store(_fma(builder, factor, part, builder.load(pointer)), pointer)
+            for pointer, total in zip(places, sums, strict=True):
+                _store(builder, builder.load(total), pointer)
+
+        return types.void(a, ao, astr, b, bo, bstr, depth, cols, c, co, cstr), codegen
+
+    return value_tile
+
+
+@intrinsic
+def row_max(typingctx: Any, a: Any, offset: Any, count: Any) -> Any:
+    """The largest of count > 0 float32 from an offset of an array; NaN where any of them is."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = _data(context, builder, sig.args[0], args[0], _F32)
+        lowest = ir.Constant(_VF32, [float("-inf")] * LANES)
+        best = cgutils.alloca_once_value(builder, lowest)
+        bad = cgutils.alloca_once_value(builder, ir.Constant(_VI1, [False] * LANES))
+        lanes = ir.Constant(args[2].type, LANES)
+        with cgutils.for_range(builder, builder.sdiv(args[2], lanes)) as loop:
+            place = builder.add(args[1], builder.mul(loop.index, lanes))
+            _take_max(builder, _load(builder, builder.gep(data, [place]), _VF32, None), best, bad)
+        rest = builder.srem(args[2], lanes)
+        mask = _lane_mask(builder, rest)
+        place = builder.add(args[1], builder.sub(args[2], rest))
+        tail = builder.select(mask, _load(builder, builder.gep(data, [place]), _VF32, mask), lowest)
+        _take_max(builder, tail, best, bad)
+        largest = _call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", _F32, [builder.load(best)])
+        any_bad = _call(builder, f"llvm.vector.reduce.or.v{LANES}i1", _I1, [builder.load(bad)])
+        return builder.select(any_bad, ir.Constant(_F32, float("nan")), largest)
+
+    return types.float32(a, offset, count), codegen
+
+
+def _take_max(builder: Any, values: Any, best: Any, bad: Any) -> None:
+    builder.store(_call(builder, f"llvm.maxnum.v{LANES}f32", _VF32, [builder.load(best), values]), best)
+    builder.store(builder.or_(builder.load(bad), builder.fcmp_unordered("uno", values, values)), bad)
+
+
+@intrinsic
+def next_item(typingctx: Any, counter: Any) -> Any:
+    """Take the next number from a shared int64 counter array of one entry, atomically."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = context.make_array(sig.args[0])(context, builder, args[0]).data
+        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), codegen
