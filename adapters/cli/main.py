@@ -1,0 +1,86 @@
+"""Runs a command and turns what goes wrong into one line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from pagemill.adapters.cli.parser import given_settings, make_parser, parse
+from pagemill.adapters.cli.settings import load_settings
+from pagemill.engine.errors import ConfigError, EngineDeadError, RequestError
+
+DONE, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
+
+_MODULES = {
+    "demo": "demo",
+    "serve": "serve",
+    "engine": "serve",
+    "submit": "client_commands",
+    "watch": "client_commands",
+    "cancel": "client_commands",
+    "bench": "bench",
+    "doctor": "doctor",
+    "config": "config_command",
+    "models": "models",
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `pagemill` with these arguments; return its exit status."""
+    args = parse(arguments)
+    if args.version:
+        import pagemill
+
+        print(f"pagemill {pagemill.__version__}")
+        return DONE
+    if args.command is None:
+        make_parser().print_help()
+        return DONE
+    try:
+        return _run_command(args)
+    except Exception as error:
+        if getattr(args, "debug", False):
+            traceback.print_exc()
+        status, message = _explain(error)
+        print(f"pagemill: {message}", file=sys.stderr)
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    from pagemill.adapters.cli.logs import set_up_logging
+
+    settings = load_settings(given_settings(args), os.environ, getattr(args, "settings", None))
+    # Commands that show their own output on the terminal speak up in the log only when something is wrong.
+    quiet = args.command not in ("serve", "engine")
+    set_up_logging(settings.process(**({"log_level": "warning"} if quiet else {})))
+    module = importlib.import_module(f"pagemill.adapters.cli.{_MODULES[args.command]}")
+    try:
+        status: int = module.run(args, settings)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader (head, say) has what it wanted. Point stdout elsewhere, or the interpreter complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def _explain(error: Exception) -> tuple[int, str]:
+    if isinstance(error, RequestError):
+        return FAILED, f"{error.code}: {error.message}"
+    if isinstance(error, EngineDeadError):
+        return FAILED, str(error)
+    if isinstance(error, ConfigError):
+        return USAGE, str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return USAGE, f"{error.name} is not installed; the engine needs: pip install 'pagemill[engine]'"
+    if isinstance(error, TimeoutError):
+        return UNREACHABLE, f"no answer in time{f': {error}' if str(error) else ''}"
+    if type(error).__module__.startswith("redis"):
+        return UNREACHABLE, f"the queue's server cannot be used: {error}"
+    return FAILED, f"unexpected {type(error).__name__}: {error} (--debug shows where)"

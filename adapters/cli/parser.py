@@ -1,0 +1,255 @@
+"""The commands and their flags. Light: no command's code is imported here."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, get_type_hints
+
+from pagemill.adapters.cli.settings import Group, Setting, nearest, settings_table
+from pagemill.engine.sampling_params import SamplingParams
+
+EPILOG = """\
+settings:
+  Every setting is a flag (--block-size 32), an environment variable (PAGEMILL_BLOCK_SIZE=32) and a line of
+  pagemill.toml (block_size = 32); flags win over variables, variables over the file. `pagemill config` shows them all.
+
+exit status:
+  0 done   1 a request, a check or the engine failed   2 wrong command line, settings or model
+  3 the queue cannot be reached, or nobody answered in time   130 interrupted
+"""
+
+_GROUP_TITLES: dict[Group, str] = {
+    "engine": "engine settings",
+    "queue": "queue settings",
+    "process": "process settings",
+}
+SETTING_PREFIX = "setting:"
+BODY_PREFIX = "body:"
+
+_SAMPLING_HELP = {
+    "temperature": "0 is greedy; default 1",
+    "top_k": "keep the k most likely tokens; default all",
+    "top_p": "keep the smallest set of tokens with this probability; default 1",
+    "min_p": "drop tokens less likely than this share of the likeliest; default 0",
+    "seed": "the same seed gives the same tokens",
+    "max_tokens": "tokens to generate at most",
+    "min_tokens": "tokens to generate at least",
+    "stop": "text that ends the output; may be given several times",
+    "stop_token_ids": "token ids that end the output, with commas between",
+    "ignore_eos": "go on after the model's end-of-sequence",
+    "skip_special_tokens": "leave special tokens out of the text (default)",
+    "include_stop_str_in_output": "keep the stop string in the text",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line that says what to do, exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def make_parser() -> Parser:
+    parser: Parser = _new(
+        None,
+        "pagemill",
+        "An LLM engine fed from a queue. Start with `pagemill demo`; then `pagemill serve` in one terminal and "
+        "`pagemill submit 'Hello'` in another.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    _add_common(parser)
+    commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    _demo(commands)
+    _serve(commands)
+    _submit(commands)
+    _watch(commands)
+    _bench(commands)
+    _tools(commands)
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line. Exits with 2 on what is not understood, naming the nearest flag or command."""
+    parser = make_parser()
+    known = _commands(parser)
+    words = [word for word in arguments if not word.startswith("-")]
+    if words and not any(word in known for word in words) and arguments[0] == words[0]:
+        parser.error(f"unknown command {words[0]!r}{nearest(words[0], known)}")
+    args, rest = parser.parse_known_args(arguments)
+    if rest:
+        chosen = known.get(args.command, parser)
+        flag = rest[0].split("=")[0]
+        flags = [option for action in chosen._actions for option in action.option_strings]
+        if flag.startswith("-"):
+            chosen.error(f"unknown option {flag}{nearest(flag, flags)}")
+        chosen.error(f"unexpected {rest[0]!r}")
+    return args
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, str]:
+    """Settings given as flags, by name."""
+    return _with_prefix(args, SETTING_PREFIX)
+
+
+def given_body(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of a request given as flags, by name."""
+    return _with_prefix(args, BODY_PREFIX)
+
+
+def _with_prefix(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    found = {key.removeprefix(prefix): value for key, value in vars(args).items() if key.startswith(prefix)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _new(commands: Any, name: str, summary: str, **options: Any) -> Any:
+    options |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    if commands is None:
+        return Parser(prog=name, description=_wrapped(summary), **options)
+    return commands.add_parser(name, help=summary, description=_wrapped(summary[0].upper() + summary[1:]), **options)
+
+
+def _wrapped(text: str) -> str:
+    import textwrap
+
+    return textwrap.fill(text, 100)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--settings", metavar="FILE", default=argparse.SUPPRESS, help="settings file, default ./pagemill.toml"
+    )
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show a traceback for errors")
+
+
+def _add_settings(parser: argparse.ArgumentParser, *groups: Group) -> None:
+    _add_common(parser)
+    sections = {group: parser.add_argument_group(_GROUP_TITLES[group]) for group in groups}
+    for setting in settings_table().values():
+        if setting.group in sections:
+            _add_setting(sections[setting.group], setting)
+
+
+def _add_setting(section: Any, setting: Setting) -> None:
+    dest, text = SETTING_PREFIX + setting.name, setting.help.replace("%", "%%")
+    if setting.default is not None:
+        shown = str(setting.default).lower() if setting.kind is bool else setting.default
+        text += f" (default {shown})"
+    if setting.kind is not bool:
+        section.add_argument(setting.flag, dest=dest, metavar=setting.kind.__name__.upper(), help=text)
+        return
+    section.add_argument(setting.flag, dest=dest, nargs="?", const="true", metavar="BOOL", help=text)
+    section.add_argument(
+        setting.flag.replace("--", "--no-", 1), dest=dest, action="store_const", const="false", help=argparse.SUPPRESS
+    )
+
+
+def _demo(commands: Any) -> None:
+    parser = _new(
+        commands,
+        "demo",
+        "the whole product at work: an embedded Valkey, an engine and clients in one process; streams prompts through "
+        "the queue, prints a table, exits",
+    )
+    parser.add_argument("--chats", type=int, default=8, metavar="N", help="chat requests behind one system prompt (8)")
+    _add_settings(parser, "engine", "process")
+
+
+def _serve(commands: Any) -> None:
+    parser = _new(
+        commands,
+        "serve",
+        "an engine on an embedded Valkey, or on the server given by --redis-url, until Ctrl-C or SIGTERM",
+    )
+    _add_settings(parser, "engine", "queue", "process")
+    parser = _new(commands, "engine", "an engine alone, on the server given by --redis-url; run as many as you like")
+    _add_settings(parser, "engine", "queue", "process")
+
+
+def _submit(commands: Any) -> None:
+    parser = _new(commands, "submit", "push one request and print its text as it comes")
+    parser.add_argument("prompt", nargs="?", help="the prompt; `-` or nothing reads standard input")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's chat message")
+    parser.add_argument("--system", metavar="TEXT", help="system message in front of it (implies --chat)")
+    parser.add_argument("--detach", action="store_true", help="print the request's id and do not wait")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object at the end")
+    parser.add_argument("--timeout", type=float, metavar="S", help="give up waiting after S seconds")
+    body = parser.add_argument_group("request")
+    body.add_argument("--model", dest=BODY_PREFIX + "model", help="served model name; default: what the queue serves")
+    body.add_argument("--priority", dest=BODY_PREFIX + "priority", type=int, help="0 high, 1 normal, 2 batch")
+    body.add_argument("--tenant", dest=BODY_PREFIX + "tenant", help="whose request this is")
+    body.add_argument("--ttl-ms", dest=BODY_PREFIX + "ttl_ms", type=int, help="deadline from acceptance")
+    body.add_argument("--cache-salt", dest=BODY_PREFIX + "cache_salt", help="share prefixes only within this salt")
+    body.add_argument(
+        "--idempotency-key", dest=BODY_PREFIX + "idempotency_key", help="submitting again gives the same request"
+    )
+    section = parser.add_argument_group("decoding")
+    for name, hint in get_type_hints(SamplingParams).items():
+        _add_sampling(section, name, hint)
+    _add_settings(parser, "queue", "process")
+
+
+def _add_sampling(section: Any, name: str, hint: Any) -> None:
+    flag, dest, text = "--" + name.replace("_", "-"), BODY_PREFIX + name, _SAMPLING_HELP.get(name, "")
+    if hint is bool:
+        section.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, help=text)
+    elif name == "stop":
+        section.add_argument(flag, dest=dest, action="append", metavar="TEXT", help=text)
+    elif name == "stop_token_ids":
+        section.add_argument(flag, dest=dest, type=_ids, metavar="IDS", help=text)
+    else:
+        section.add_argument(flag, dest=dest, type=float if hint is float else int, help=text, metavar="N")
+
+
+def _ids(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _watch(commands: Any) -> None:
+    parser = _new(commands, "watch", "print a request's text from its beginning, then as it comes")
+    parser.add_argument("id", help="the request's id")
+    parser.add_argument("--json", action="store_true", help="print every event as a JSON line")
+    parser.add_argument("--timeout", type=float, metavar="S", help="give up waiting after S seconds")
+    _add_settings(parser, "queue", "process")
+    parser = _new(commands, "cancel", "cancel a request, waiting or running")
+    parser.add_argument("id", help="the request's id")
+    _add_settings(parser, "queue", "process")
+
+
+def _bench(commands: Any) -> None:
+    parser = _new(commands, "bench", "measure this machine")
+    kinds = parser.add_subparsers(dest="bench", metavar="KIND", title="benchmarks", required=True)
+    offline = _new(kinds, "offline", "throughput of workload files without a queue: all requests at once, greedy")
+    offline.add_argument(
+        "--workload",
+        action="append",
+        required=True,
+        metavar="FILE.jsonl",
+        help='lines of {"prompt_token_ids": [...], "max_tokens": n}; may be given several times',
+    )
+    offline.add_argument("--json", action="store_true", help="one JSON object a file, nothing else, on standard output")
+    _add_settings(offline, "engine", "process")
+
+
+def _tools(commands: Any) -> None:
+    parser = _new(commands, "doctor", "check the server's settings, model, device, kernels, memory and ports")
+    _add_settings(parser, "engine", "queue", "process")
+    parser = _new(commands, "config", "print every setting, its value and where that came from")
+    _add_settings(parser, "engine", "queue", "process")
+    parser = _new(commands, "models", "models on this machine")
+    kinds = parser.add_subparsers(dest="models", metavar="ACTION", title="actions", required=True)
+    prepare = _new(kinds, "prepare", "convert and cache a model, so that engines start at once")
+    prepare.add_argument(
+        "name", nargs="?", help="folder, .gguf file, cached Hugging Face name; default: the model setting"
+    )
+    _add_settings(prepare, "engine", "process")
