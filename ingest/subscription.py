@@ -1,0 +1,306 @@
+"""Reading a request's events without a gap: what is stored first, then live, and stored again whenever in doubt.
+
+One `EventHub` holds one pub/sub connection for all requests that a process follows. The channel is only quick; the
+`ev` stream is the truth. A live event that comes in order is taken as it is. A hole, a reader that lagged behind, a
+reconnection or a long silence leads to the stream, so losing every live message costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import orjson
+import structlog
+from redis.exceptions import RedisError
+
+from pagemill.engine.errors import RequestError
+from pagemill.ingest.events import TERMINAL_STATES, Transcript, read_live_payload
+from pagemill.ingest.keys import QueueKeys
+from pagemill.ingest.redis import Backoff, Client, is_unavailable
+
+PAGE = 1000  # events read from the stream at once
+BUFFER = 256  # live events kept for a reader that is slower; beyond, it reads the stream
+
+Event = Mapping[str, Any]
+
+_log = structlog.get_logger(__name__)
+
+
+class Subscription:
+    """The events of one request, from number `after` + 1 on; made by `EventHub.open`, ends with `done`.
+
+    `expected`: the request is known to exist, so its record being away means that it was lost. Otherwise `patience_s`
+    is how long a request that nobody has heard of is waited for; None: for ever.
+    """
+
+    def __init__(self, hub: EventHub, request_id: str, *, after: int, expected: bool, patience_s: float | None) -> None:
+        shard = hub.keys.shard_of(request_id)
+        self.request_id = request_id
+        self.channel = shard.channel(request_id).encode()
+        self._hub = hub
+        self._record = shard.record(request_id)
+        self._stream = shard.events(request_id)
+        self._last = after
+        self._after = after
+        self._expected = expected
+        self._patience_until = None if patience_s is None else time.monotonic() + patience_s
+        self._confirmed = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._buffer: deque[tuple[int, bytes]] = deque()
+        self._behind = False
+        self.transcript = Transcript()
+
+    def confirm(self) -> None:
+        """The server has subscribed us, for the first time or anew: from here on nothing live is missed."""
+        if self._confirmed.is_set():
+            self.fall_behind()
+        self._confirmed.set()
+
+    def deliver(self, seq: int, data: bytes) -> None:
+        """A live event."""
+        if len(self._buffer) < BUFFER:
+            self._buffer.append((seq, data))
+        else:
+            self._buffer.clear()
+            self._behind = True
+        self._wake.set()
+
+    def fall_behind(self) -> None:
+        """Live events may have been missed: look into the stream."""
+        self._behind = True
+        self._wake.set()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Every event once, in order, up to and with `done`. Raises `request_lost` where there will be no `done`."""
+        watchdog_s = self._hub.watchdog_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(watchdog_s):
+                await self._confirmed.wait()
+        while True:
+            self._wake.clear()
+            self._behind = False
+            found = False
+            async for item in self._stored():
+                found = True
+                yield self._take(item)
+                if item["type"] == "done":
+                    return
+            if not found:
+                async for item in self._examine():
+                    yield self._take(item)
+                    if item["type"] == "done":
+                        return
+            while not self._behind:
+                item_or_none = self._next_live()
+                if item_or_none is not None:
+                    yield self._take(item_or_none)
+                    if item_or_none["type"] == "done":
+                        return
+                    continue
+                if self._behind:
+                    break
+                try:
+                    async with asyncio.timeout(watchdog_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    break
+                self._wake.clear()
+
+    async def aclose(self) -> None:
+        await self._hub.close(self)
+
+    def _take(self, item: Event) -> Event:
+        self._last = item["seq"]
+        self._expected = True
+        if self._after == 0:
+            self.transcript.add(item)
+        return item
+
+    def _next_live(self) -> Event | None:
+        """The next live event if it is the one that follows; a hole makes the reader fall behind."""
+        while self._buffer:
+            seq, data = self._buffer[0]
+            if seq > self._last + 1:
+                self._behind = True
+                return None
+            self._buffer.popleft()
+            if seq == self._last + 1:
+                item: Event = orjson.loads(data)
+                return item
+        return None
+
+    async def _stored(self) -> AsyncGenerator[Event, None]:
+        while True:
+            page: Any = await self._hub.command("XRANGE", self._stream, f"({self._last}-0", "+", "COUNT", PAGE)
+            for _, fields in page:
+                item = orjson.loads(fields[b"e"])
+                if item["seq"] != self._last + 1:
+                    raise RequestError("request_lost", f"events after number {self._last} of the request are missing")
+                yield item
+            if len(page) < PAGE:
+                return
+
+    async def _examine(self) -> AsyncGenerator[Event, None]:
+        """Nothing is stored beyond what was read: does the record say why? Yields the end where only it is left."""
+        record: Any = await self._hub.command("HMGET", self._record, "state", "seq")
+        state, seq = record
+        if state is None:
+            if self._expected:
+                raise RequestError("request_lost", "the request's record is gone")
+            if self._patience_until is not None and time.monotonic() > self._patience_until:
+                raise RequestError("request_lost", f"no request {self.request_id} is known")
+            return
+        self._expected = True
+        if state.decode() not in TERMINAL_STATES:
+            return
+        ended = False
+        async for item in self._stored():
+            ended = item["type"] == "done"
+            yield item
+        if not ended and int(seq) <= self._last:
+            raise RequestError("request_lost", "the request has ended, and its last event is not there")
+        if not ended:
+            async for item in self._from_record(int(seq)):
+                yield item
+
+    async def _from_record(self, seq: int) -> AsyncGenerator[Event, None]:
+        """The rest of a request whose events have expired, made of the result in its record."""
+        if self._after:
+            raise RequestError("request_lost", f"events after number {self._last} have expired; read from the start")
+        names = ("state", "attempt", "result", "usage", "metrics", "error")
+        values: Any = await self._hub.command("HMGET", self._record, *names)
+        if values[0] is None:
+            raise RequestError("request_lost", "the request's record is gone")
+        state, attempt = values[0].decode(), int(values[1])
+        result, usage, metrics, error = (orjson.loads(value) if value else None for value in values[2:])
+        for choice in result or ():
+            read = self.transcript.choice(choice["index"])
+            offset, text_offset, chain = len(read.token_ids), read.text_length, read.chain
+            token_ids, text = choice["token_ids"][offset:], choice["text"][text_offset:]
+            common = {"seq": self._last + 1, "attempt": attempt, "index": choice["index"]}
+            if token_ids or text:
+                yield {
+                    **common,
+                    "type": "delta",
+                    "offset": offset,
+                    "count": len(token_ids),
+                    "token_ids": token_ids,
+                    "text": text,
+                    "text_offset": text_offset,
+                    "logprobs": None,
+                    "chain": chain,
+                }
+            end = {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+            yield {**common, "seq": self._last + 1, "type": "choice", **end}
+        done = {"seq": max(seq, self._last + 1), "attempt": attempt, "type": "done", "state": state}
+        yield {**done, "usage": usage or {}, "metrics": metrics or {}, **({"error": error} if error else {})}
+
+
+class EventHub:
+    """Follows any number of requests over one pub/sub connection. Belongs to one event loop.
+
+    `watchdog_s`: silence after which the stream and the record are looked at.
+    """
+
+    def __init__(self, commands: Client, pubsub_client: Client, keys: QueueKeys, *, watchdog_s: float = 5.0) -> None:
+        self.keys = keys
+        self.watchdog_s = watchdog_s
+        self._commands = commands
+        self._pubsub_client = pubsub_client
+        self._pubsub: Any = None
+        self._lock = asyncio.Lock()
+        self._channels: dict[bytes, list[Subscription]] = {}
+        self._ready: set[bytes] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(
+        self, request_id: str, *, after: int = 0, expected: bool = False, patience_s: float | None = None
+    ) -> Subscription:
+        """Follow a request from event `after` + 1 on. Close the subscription when done with it."""
+        subscription = Subscription(self, request_id, after=after, expected=expected, patience_s=patience_s)
+        channel = subscription.channel
+        async with self._lock:
+            self._channels.setdefault(channel, []).append(subscription)
+            if channel in self._ready:
+                subscription.confirm()
+            elif self._pubsub is not None:
+                # Where this fails the connection is lost, and making it anew subscribes to every channel.
+                with contextlib.suppress(RedisError, OSError):
+                    await self._pubsub.subscribe(channel)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return subscription
+
+    async def close(self, subscription: Subscription) -> None:
+        async with self._lock:
+            followers = self._channels.get(subscription.channel, [])
+            if subscription in followers:
+                followers.remove(subscription)
+            if not followers and self._channels.pop(subscription.channel, None) is not None:
+                self._ready.discard(subscription.channel)
+                if self._pubsub is not None:
+                    with contextlib.suppress(RedisError, OSError):
+                        await self._pubsub.unsubscribe(subscription.channel)
+
+    async def command(self, *words: str | int) -> Any:
+        """A reading command, repeated while Redis is unavailable."""
+        backoff = Backoff()
+        while True:
+            try:
+                return await self._commands.execute_command(*words)  # type: ignore[no-untyped-call]
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    raise
+            await backoff.sleep()
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            pubsub: Any = self._pubsub_client.pubsub()
+            try:
+                async with self._lock:
+                    if self._channels:
+                        await pubsub.subscribe(*self._channels)
+                    else:
+                        await pubsub.connect()
+                    self._pubsub = pubsub
+                while True:
+                    message = await pubsub.get_message(timeout=self.watchdog_s)
+                    backoff.reset()
+                    if message is not None:
+                        self._route(message)
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    _log.error("subscription refused by redis", reason=str(error))
+                else:
+                    _log.info("subscription connection lost and made anew", reason=str(error))
+            finally:
+                self._pubsub = None
+                self._ready.clear()
+                with contextlib.suppress(RedisError, OSError):
+                    await pubsub.aclose()
+            await backoff.sleep()
+
+    def _route(self, message: Mapping[str, Any]) -> None:
+        channel = message["channel"]
+        followers = self._channels.get(channel, ())
+        if message["type"] == "message":
+            payload = read_live_payload(message["data"])
+            if payload is not None:
+                for subscription in followers:
+                    subscription.deliver(*payload)
+        elif message["type"] == "subscribe":
+            self._ready.add(channel)
+            for subscription in followers:
+                subscription.confirm()
