@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
-from pagemill.kernels.cpu.jit import helper, parallel_kernel
+from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.simd import exp32, make_score_tile, make_value_tile, narrow, next_item, row_max, widen
+from pagemill.kernels.cpu.team import run
 
 TILE_ROWS = 32
 """Rows (query tokens times the heads of a group) that an item holds at most, where a group has fewer."""
@@ -242,6 +242,8 @@ def _attend(
 
 @helper
 def _attend_items(
+    thread: int,
+    threads: int,
     items: Any,
     counter: Any,
     group: int,
@@ -288,7 +290,7 @@ def _attend_items(
         )
 
 
-@parallel_kernel
+@kernel
 def attention(
     threads: int,
     items: Any,
@@ -309,8 +311,8 @@ def attention(
     query and out are flat arrays of stored elements, query rows query_stride apart; k and v are `LayerKV.words`.
     """
     counter = np.zeros(1, np.int64)
-    numba.set_num_threads(threads)
-    for _ in numba.prange(threads):
-        _attend_items(
-            items, counter, group, scale, window, query, query_stride, k, v, query_start, seq_lens, block_tables, out
-        )
+    run(
+        threads,
+        _attend_items,
+        (items, counter, group, scale, window, query, query_stride, k, v, query_start, seq_lens, block_tables, out),
+    )

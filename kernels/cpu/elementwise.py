@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
-from pagemill.kernels.cpu.jit import helper, parallel_kernel
+from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.simd import exp32, narrow, widen
+from pagemill.kernels.cpu.team import run
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
 @helper
-def _rms_norm_rows(begin: int, end: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
+def _rms_norm_rows(thread: int, threads: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
     size = np.float32(x.shape[1])
-    for row in range(begin, end):
+    rows = x.shape[0]
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
         squares = _ZERO
         for i in range(x.shape[1]):
             value = widen(x[row, i])
@@ -27,20 +28,18 @@ def _rms_norm_rows(begin: int, end: int, x: Any, weight: Any, eps: Any, out: Any
             out[row, i] = narrow(widen(x[row, i]) * inverse * widen(weight[i]), out[row, i])
 
 
-@parallel_kernel
+@kernel
 def rms_norm(threads: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
-    rows = x.shape[0]
-    numba.set_num_threads(threads)
-    for thread in numba.prange(threads):
-        _rms_norm_rows(rows * thread // threads, rows * (thread + 1) // threads, x, weight, eps, out)
+    run(threads, _rms_norm_rows, (x, weight, eps, out))
 
 
 @helper
 def _add_rms_norm_rows(
-    begin: int, end: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any
+    thread: int, threads: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any
 ) -> None:
     size = np.float32(x.shape[1])
-    for row in range(begin, end):
+    rows = x.shape[0]
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
         squares = _ZERO
         for i in range(x.shape[1]):
             stored = narrow(widen(x[row, i]) + widen(residual[row, i]), total[row, i])
@@ -52,30 +51,24 @@ def _add_rms_norm_rows(
             out[row, i] = narrow(widen(total[row, i]) * inverse * widen(weight[i]), out[row, i])
 
 
-@parallel_kernel
+@kernel
 def add_rms_norm(threads: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any) -> None:
-    rows = x.shape[0]
-    numba.set_num_threads(threads)
-    for thread in numba.prange(threads):
-        begin, end = rows * thread // threads, rows * (thread + 1) // threads
-        _add_rms_norm_rows(begin, end, x, residual, weight, eps, out, total)
+    run(threads, _add_rms_norm_rows, (x, residual, weight, eps, out, total))
 
 
 @helper
-def _silu_and_mul_rows(begin: int, end: int, gate_up: Any, out: Any) -> None:
+def _silu_and_mul_rows(thread: int, threads: int, gate_up: Any, out: Any) -> None:
     size = out.shape[1]
-    for row in range(begin, end):
+    rows = out.shape[0]
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
         for i in range(size):
             gate = widen(gate_up[row, i])
             out[row, i] = narrow(gate / (_ONE + exp32(-gate)) * widen(gate_up[row, size + i]), out[row, i])
 
 
-@parallel_kernel
+@kernel
 def silu_and_mul(threads: int, gate_up: Any, out: Any) -> None:
-    rows = out.shape[0]
-    numba.set_num_threads(threads)
-    for thread in numba.prange(threads):
-        _silu_and_mul_rows(rows * thread // threads, rows * (thread + 1) // threads, gate_up, out)
+    run(threads, _silu_and_mul_rows, (gate_up, out))
 
 
 @helper
@@ -92,8 +85,8 @@ def _rotate(heads: Any, start: int, count: int, cos_sin: Any, position: int) -> 
 
 @helper
 def _rotary_rows(
-    begin: int,
-    end: int,
+    thread: int,
+    threads: int,
     query: Any,
     query_heads: int,
     query_stride: int,
@@ -103,12 +96,13 @@ def _rotary_rows(
     positions: Any,
     cos_sin: Any,
 ) -> None:
-    for row in range(begin, end):
+    rows = positions.shape[0]
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
         _rotate(query, row * query_stride, query_heads, cos_sin, positions[row])
         _rotate(key, row * key_stride, key_heads, cos_sin, positions[row])
 
 
-@parallel_kernel
+@kernel
 def rotary(
     threads: int,
     query: Any,
@@ -121,20 +115,17 @@ def rotary(
     cos_sin: Any,
 ) -> None:
     """query and key are flat arrays whose rows lie their stride apart."""
-    rows = positions.shape[0]
-    numba.set_num_threads(threads)
-    for thread in numba.prange(threads):
-        begin, end = rows * thread // threads, rows * (thread + 1) // threads
-        _rotary_rows(begin, end, query, query_heads, query_stride, key, key_heads, key_stride, positions, cos_sin)
+    run(threads, _rotary_rows, (query, query_heads, query_stride, key, key_heads, key_stride, positions, cos_sin))
 
 
 @helper
 def _write_kv_rows(
-    begin: int, end: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
+    thread: int, threads: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
 ) -> None:
     heads, block_size, dim = v.shape[1], v.shape[2], v.shape[3]
     pack = k.shape[4]
-    for row in range(begin, end):
+    rows = slots.shape[0]
+    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
         slot = slots[row]
         if slot < 0 or slot >= v.shape[0] * block_size:
             continue
@@ -149,13 +140,9 @@ def _write_kv_rows(
                 v[block, head, offset, d] = value[source + d]
 
 
-@parallel_kernel
+@kernel
 def write_kv(
     threads: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
 ) -> None:
     """key and value are flat arrays whose rows lie their stride apart; k and v are `LayerKV.words`."""
-    rows = slots.shape[0]
-    numba.set_num_threads(threads)
-    for thread in numba.prange(threads):
-        begin, end = rows * thread // threads, rows * (thread + 1) // threads
-        _write_kv_rows(begin, end, key, key_stride, value, value_stride, k, v, slots)
+    run(threads, _write_kv_rows, (key, key_stride, value, value_stride, k, v, slots))

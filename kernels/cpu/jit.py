@@ -23,7 +23,7 @@ import numba.core.config
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Sums may be reordered and contracted, which vectorising needs; NaN and infinity keep their meaning.
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "nogil": True,
     "error_model": "numpy",
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
@@ -34,19 +34,12 @@ _entries: list[Any] = []
 
 def helper(function: F) -> F:
     """Compile a function that other kernels call."""
-    return cast(F, numba.njit(**_OPTIONS)(function))
+    return cast(F, numba.njit(**OPTIONS)(function))
 
 
 def kernel(function: F) -> F:
     """Compile a function that Python calls; its machine code is kept on disk once `keep_compiled` has been called."""
-    compiled = numba.njit(**_OPTIONS)(function)
-    _entries.append(compiled)
-    return cast(F, compiled)
-
-
-def parallel_kernel(function: F) -> F:
-    """Like `kernel`, with `numba.prange` running on several threads."""
-    compiled = numba.njit(parallel=True, **_OPTIONS)(function)
+    compiled = numba.njit(**OPTIONS)(function)
     _entries.append(compiled)
     return cast(F, compiled)
 

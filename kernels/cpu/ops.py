@@ -11,6 +11,7 @@ from pagemill.kernels.cpu import attention, elementwise, sampler
 from pagemill.kernels.cpu.jit import keep_compiled
 from pagemill.kernels.cpu.linear import CpuLinear, prepare_linear
 from pagemill.kernels.cpu.plan import attention_items
+from pagemill.kernels.cpu.team import mask_threads
 from pagemill.kernels.cpu.threads import set_threads
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
@@ -52,6 +53,7 @@ class CpuOps:
     def _threads_for(self, elements: int) -> int:
         if self.threads == 1 or elements < _PARALLEL_ELEMENTS:
             return 1
+        mask_threads(self.threads)
         return self.threads
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
-from pagemill.kernels.cpu.jit import helper, parallel_kernel
+from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.simd import exp32, next_item, row_max
+from pagemill.kernels.cpu.team import run
 from pagemill.kernels.rng import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1, UNIT
 
 _M0, _M1 = np.uint64(PHILOX_M0), np.uint64(PHILOX_M1)
@@ -184,6 +184,8 @@ def _draw(row: Any, temperature: float, cut: float, first: int, seed: Any, posit
 
 @helper
 def _sample_rows(
+    thread: int,
+    threads: int,
     counter: Any,
     logits: Any,
     temperature: Any,
@@ -212,7 +214,7 @@ def _sample_rows(
         out[index] = _draw(row, heat, cut, first, seed[index], position[index], choice[index])
 
 
-@parallel_kernel
+@kernel
 def sample(
     threads: int,
     logits: Any,
@@ -227,6 +229,4 @@ def sample(
 ) -> None:
     """One token for each row of logits float32 [R, V] into out int64 [R]; see `Ops.sample`."""
     counter = np.zeros(1, np.int64)
-    numba.set_num_threads(threads)
-    for _ in numba.prange(threads):
-        _sample_rows(counter, logits, temperature, top_k, top_p, min_p, seed, position, choice, out)
+    run(threads, _sample_rows, (counter, logits, temperature, top_k, top_p, min_p, seed, position, choice, out))

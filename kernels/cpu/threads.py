@@ -1,4 +1,4 @@
-"""How many threads this process may use, by affinity and cgroup, and setting numba's and torch's teams to that."""
+"""How many threads this process may use, by affinity and cgroup, and setting torch's team to that."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def _quota() -> float | None:
 
 
 def set_threads(count: int | None = None) -> int:
-    """Use `count` threads (default: `available_threads()`) for torch and for numba in this thread; returns the number.
+    """Give torch `count` threads (default: `available_threads()`); returns how many the kernels may use.
 
     More than the cores this process may run on is cut down to those: spinning threads that share a core only wait.
     """
     threads = min(count or available_threads(), int(numba.config.NUMBA_NUM_THREADS))
     torch.set_num_threads(threads)
-    numba.set_num_threads(threads)
     return threads
