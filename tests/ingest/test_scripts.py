@@ -1,0 +1,488 @@
+"""The scripts against real servers: fences, repeated calls, stale writers, duplicates, cancel races."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+
+from pagemill.ingest import scripts
+from pagemill.ingest.entries import Entry
+from pagemill.ingest.events import event
+from pagemill.ingest.keys import GROUP, QueueKeys, ShardKeys
+from pagemill.ingest.redis import Client, connect_commands
+
+KEYS = QueueKeys("pm", "default")
+SHARD = KEYS.shards[0]
+DAY_MS = 86_400_000
+
+
+class Engine:
+    """What an engine does to the queue, one script at a time."""
+
+    def __init__(self, client: Client, owner: str) -> None:
+        self.client = client
+        self.owner = owner
+
+    async def call(self, call: scripts.Call) -> Any:
+        return await scripts.run_one(self.client, call)
+
+    async def take(self) -> Entry:
+        reply: Any = await self.client.xreadgroup(GROUP, self.owner, dict.fromkeys(SHARD.streams, ">"), count=1)
+        ((stream, ((entry_id, fields),)),) = reply
+        return Entry(SHARD, SHARD.streams.index(stream.decode()), entry_id, fields)
+
+    async def begin(self, entry: Entry, request_id: str = "a", seed: int = 7) -> scripts.BeginReply | str:
+        call = scripts.begin(entry, self.owner, request_id, ttl_ms=60_000, tenant="default", seed=seed)
+        return scripts.BeginReply.read(await self.call(call))
+
+    async def append(self, attempt: int, offset: int, events: list[bytes], request_id: str = "a") -> scripts.WriteReply:
+        call = scripts.append(SHARD, request_id, self.owner, attempt, offset, events)
+        return scripts.WriteReply.read(await self.call(call))
+
+    def finish_call(self, entry: Entry, attempt: int, offset: int, state: str, **options: Any) -> scripts.Call:
+        return scripts.finish(
+            entry,
+            options.get("request_id", "a"),
+            self.owner,
+            attempt,
+            offset,
+            [done(offset + 1, attempt, state)],
+            state=state,
+            result=b"[]",
+            usage=b"{}",
+            metrics=b"{}",
+            error=b"",
+            num_tokens=3,
+            result_ttl_ms=3_600_000,
+            replay_ttl_ms=600_000,
+            dead_letter=options.get("dead_letter", ""),
+        )
+
+    async def finish(
+        self, entry: Entry, attempt: int, offset: int, state: str = "completed", **options: Any
+    ) -> scripts.WriteReply:
+        return scripts.WriteReply.read(await self.call(self.finish_call(entry, attempt, offset, state, **options)))
+
+    async def beat(self) -> None:
+        await self.call(scripts.heartbeat(SHARD, self.owner, b"{}"))
+
+
+def delta(seq: int, attempt: int = 1) -> bytes:
+    return event(seq, attempt, "delta", index=0, token_ids=[seq], text=f"{seq} ")
+
+
+def done(seq: int, attempt: int = 1, state: str = "completed") -> bytes:
+    return event(seq, attempt, "done", state=state)
+
+
+async def submit(client: Client, request_id: str = "a", **options: Any) -> scripts.SubmitReply:
+    body = options.pop("body", b'{"prompt":"x"}')
+    defaults: dict[str, Any] = {"priority": 1, "submission": request_id, "ttl_ms": 60_000, "tenant": "default"}
+    call = scripts.submit(SHARD, request_id, body, **{"as_blob": False, **defaults, **options})
+    return scripts.SubmitReply.read(await scripts.run_one(client, call))
+
+
+async def raw_add(client: Client, request_id: str = "a", stream: int = 1) -> bytes:
+    entry: Any = await client.xadd(SHARD.streams[stream], {"v": 1, "id": request_id, "body": '{"prompt":"x"}'})
+    return bytes(entry)
+
+
+async def cancel(client: Client, request_id: str = "a") -> list[bytes]:
+    call = scripts.cancel(
+        SHARD, request_id, done=done(1, 0, "cancelled"), error=b"{}", result_ttl_ms=3_600_000, replay_ttl_ms=600_000
+    )
+    reply: list[bytes] = await scripts.run_one(client, call)
+    return reply
+
+
+async def stored(client: Client, request_id: str = "a") -> list[int]:
+    entries: Any = await client.xrange(SHARD.events(request_id))
+    return [orjson.loads(fields[b"e"])["seq"] for _, fields in entries]
+
+
+async def record(client: Client, request_id: str = "a") -> dict[str, str]:
+    fields: Any = await client.hgetall(SHARD.record(request_id))
+    return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+async def outstanding(client: Client, shard: ShardKeys = SHARD) -> tuple[int, int]:
+    """Entries in the streams, and entries pending."""
+    entries = pending = 0
+    for stream in shard.streams:
+        entries += await client.xlen(stream)
+        pending += (await client.xpending(stream, GROUP))["pending"]
+    return entries, pending
+
+
+@pytest.fixture
+def on_queue(
+    any_redis_url: str, run: Callable[[Coroutine[Any, Any, Any]], Any]
+) -> Callable[[Callable[[Client], Coroutine[Any, Any, None]]], None]:
+    """Runs a scenario on an empty queue that has its groups."""
+
+    @asynccontextmanager
+    async def queue() -> AsyncIterator[Client]:
+        client = connect_commands(any_redis_url, "test")
+        for stream in SHARD.streams:
+            await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+        try:
+            yield client
+        finally:
+            await client.aclose()
+
+    def execute(scenario: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
+        async def play() -> None:
+            async with queue() as client:
+                await scenario(client)
+
+        run(play())
+
+    return execute
+
+
+def test_a_request_goes_from_submission_to_its_end_and_leaves_only_answers(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        assert (await submit(client)).status == "ok"
+        entry = await engine.take()
+        begun = await engine.begin(entry)
+        assert isinstance(begun, scripts.BeginReply)
+        assert (begun.attempt, begun.seq, begun.seed, begun.cancelled) == (1, 0, 7, False)
+        assert begun.deadline == begun.created + 60_000
+        assert (await engine.append(1, 0, [delta(1), delta(2)])).seq == 2
+        assert 60_000 < await client.pttl(SHARD.events("a")) <= 60_000 + scripts.GRACE_MS
+        assert (await engine.finish(entry, 1, 2)).status == "ok"
+        assert await stored(client) == [1, 2, 3]
+        assert await outstanding(client) == (0, 0)
+        assert (await record(client))["state"] == "completed"
+        assert 3_590_000 < await client.pttl(SHARD.record("a")) <= 3_600_000
+        assert 590_000 < await client.pttl(SHARD.events("a")) <= 600_000
+
+    on_queue(scenario)
+
+
+def test_every_script_may_be_repeated(on_queue: Any) -> None:
+    """A reply that got lost makes the client send the same call again."""
+
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        assert (await submit(client)).status == "ok"
+        assert (await submit(client)).status == "repeated"
+        assert await client.xlen(SHARD.streams[1]) == 1
+        entry = await engine.take()
+        first, second = await engine.begin(entry), await engine.begin(entry, seed=8)
+        assert isinstance(first, scripts.BeginReply) and isinstance(second, scripts.BeginReply)
+        assert (second.attempt, second.seed) == (first.attempt, first.seed) == (1, 7)
+        for _ in range(2):
+            assert (await engine.append(1, 0, [delta(1), delta(2)])).seq == 2
+        # The repeated call may have grown meanwhile: only what is new is written.
+        assert (await engine.append(1, 1, [delta(2), delta(3)])).seq == 3
+        for _ in range(2):
+            assert await engine.finish(entry, 1, 3) == scripts.WriteReply("ok", 4)
+        assert await stored(client) == [1, 2, 3, 4]
+        assert (await record(client))["attempt"] == "1"
+        counters: Any = await client.hgetall(SHARD.statistics)
+        assert counters[b"completed"] == counters[b"submitted"] == b"1" and counters[b"tokens"] == b"3"
+
+    on_queue(scenario)
+
+
+def test_scripts_are_sent_again_after_the_server_forgot_them(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        await submit(client)
+        entry = await engine.take()
+        await engine.begin(entry)
+        await client.script_flush()
+        calls = [scripts.append(SHARD, "a", "e1", 1, 0, [delta(1)]), engine.finish_call(entry, 1, 1, "completed")]
+        replies = await scripts.run(client, calls)
+        assert [reply[0] for reply in replies] == [b"ok", b"ok"]
+        assert await stored(client) == [1, 2]
+
+    on_queue(scenario)
+
+
+def test_a_writer_that_was_taken_over_can_write_nothing(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        zombie, heir = Engine(client, "zombie"), Engine(client, "heir")
+        await zombie.beat()
+        await heir.beat()
+        await submit(client)
+        entry = await zombie.take()
+        await zombie.begin(entry)
+        await zombie.append(1, 0, [delta(1)])
+        assert await heir.call(scripts.adopt(SHARD, 1, "heir", timeout_ms=60_000, count=9)) == []
+        await client.zrem(SHARD.heartbeats, "zombie")
+        ((entry_id, _),) = await heir.call(scripts.adopt(SHARD, 1, "heir", timeout_ms=60_000, count=9))
+        assert entry_id == entry.entry_id
+        begun = await heir.begin(entry)
+        assert isinstance(begun, scripts.BeginReply)
+        assert (begun.attempt, begun.seq, begun.seed) == (2, 1, 7)
+
+        assert (await zombie.append(1, 1, [delta(2)])).status == "stale"
+        assert (await zombie.finish(entry, 1, 1)).status == "stale"
+        assert await zombie.begin(entry) == "lost"
+        assert (await zombie.call(scripts.release(SHARD, "a", "zombie", 1)))[0] == b"stale"
+        assert (await zombie.call(scripts.dead_letter(entry, "zombie", "x", "x")))[0] == b"lost"
+
+        assert (await heir.append(2, 1, [delta(2, 2)])).seq == 2
+        # The right owner with an old attempt is refused as well.
+        assert (await heir.append(1, 2, [delta(3)])).status == "stale"
+        assert (await heir.finish(entry, 2, 2)).status == "ok"
+        assert (await zombie.finish(entry, 1, 2)).status == "stale"
+        assert await stored(client) == [1, 2, 3]
+        assert await outstanding(client) == (0, 0)
+
+    on_queue(scenario)
+
+
+def test_lost_events_are_reported_as_a_gap(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        await submit(client)
+        entry = await engine.take()
+        await engine.begin(entry)
+        assert await engine.append(1, 2, [delta(3)]) == scripts.WriteReply("gap", 0)
+        assert await engine.finish(entry, 1, 2) == scripts.WriteReply("gap", 0)
+        assert await stored(client) == []
+        await client.flushall()
+        assert (await engine.append(1, 0, [delta(1)])).status == "gone"
+        assert (await engine.finish(entry, 1, 0)).status == "gone"
+        assert await client.keys("*") == []
+
+    on_queue(scenario)
+
+
+@pytest.mark.parametrize("first_has_ended", [False, True])
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_raw_duplicate_is_removed_without_harm(on_queue: Any, first_has_ended: bool, stream: int) -> None:
+    async def scenario(client: Client) -> None:
+        engine, other = Engine(client, "e1"), Engine(client, "e2")
+        await raw_add(client)
+        entry = await engine.take()
+        await engine.begin(entry)
+        await engine.append(1, 0, [delta(1)])
+        if first_has_ended:
+            await engine.finish(entry, 1, 1)
+        await raw_add(client, stream=stream)
+        assert await other.begin(await other.take()) == "duplicate"
+        if not first_has_ended:
+            assert (await engine.append(1, 1, [delta(2)])).seq == 2
+            assert (await engine.finish(entry, 1, 2)).status == "ok"
+        assert await outstanding(client) == (0, 0)
+        letters: Any = await client.xrange(SHARD.dead_letters)
+        ((_, letter),) = letters
+        assert letter[b"reason"] == b"duplicate_id" and letter[b"id"] == b"a" and letter[b"body"] == b'{"prompt":"x"}'
+        assert (await record(client))["attempt"] == "1"
+
+    on_queue(scenario)
+
+
+def test_submitting_an_id_twice_is_refused(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        await submit(client)
+        again = await submit(client, submission="another")
+        assert (again.status, again.state) == ("duplicate", "queued")
+        assert await client.xlen(SHARD.streams[1]) == 1
+
+    on_queue(scenario)
+
+
+def test_idempotency_key(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        assert (await submit(client, "a", idempotency_key="order-991")).status == "ok"
+        assert (await submit(client, "a", idempotency_key="order-991")).status == "repeated"
+        attached = await submit(client, "b", idempotency_key="order-991")
+        assert (attached.status, attached.request_id) == ("attached", "a")
+        conflict = await submit(client, "c", idempotency_key="order-991", body=b'{"prompt":"y"}')
+        assert (conflict.status, conflict.request_id) == ("conflict", "a")
+        assert (await submit(client, "d", idempotency_key="order-991", tenant="other")).status == "ok"
+        assert await client.xlen(SHARD.streams[1]) == 2
+        ttl = await client.pttl(SHARD.idempotency("default", "order-991"))
+        assert DAY_MS - 10_000 < ttl <= DAY_MS
+
+    on_queue(scenario)
+
+
+def test_cancelling_what_waits_ends_it_at_once(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        await submit(client, as_blob=True)
+        assert await client.exists(SHARD.blob("a"))
+        assert await cancel(client) == [b"cancelled"]
+        assert await cancel(client) == [b"ended", b"cancelled"]
+        assert await stored(client) == [1]
+        assert await outstanding(client) == (0, 0)
+        assert not await client.exists(SHARD.blob("a"))
+
+        # Delivered to an engine that has not begun it yet: the engine finds nothing to begin.
+        await submit(client, "b")
+        entry = await engine.take()
+        assert await cancel(client, "b") == [b"cancelled"]
+        assert await engine.begin(entry, "b") == "lost"
+        assert await outstanding(client) == (0, 0)
+
+    on_queue(scenario)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_acknowledged_cancel_is_never_followed_by_completed(on_queue: Any, by_hand: bool) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        await submit(client)
+        entry = await engine.take()
+        await engine.begin(entry)
+        assert not (await engine.append(1, 0, [delta(1)])).cancel
+        if by_hand:
+            await client.hset(SHARD.record("a"), "cancel", "1")
+        else:
+            assert await cancel(client) == [b"requested"]
+        assert (await engine.append(1, 1, [delta(2)])).cancel
+        assert (await engine.finish(entry, 1, 2)).status == "cancelled"
+        assert await stored(client) == [1, 2]
+        assert (await engine.finish(entry, 1, 2, "cancelled")).status == "ok"
+        assert await cancel(client) == [b"ended", b"cancelled"]
+
+    on_queue(scenario)
+
+
+def test_a_cancel_before_its_request_is_kept(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        assert await cancel(client) == [b"noted"]
+        assert 0 < await client.pttl(SHARD.record("a")) <= 3_600_000
+        await raw_add(client)
+        begun = await engine.begin(await engine.take())
+        assert isinstance(begun, scripts.BeginReply) and begun.cancelled
+        assert await cancel(client, "b") == [b"noted"]
+        await submit(client, "b")
+        begun = await engine.begin(await engine.take(), "b")
+        assert isinstance(begun, scripts.BeginReply) and begun.cancelled
+
+    on_queue(scenario)
+
+
+def test_deadline_counts_from_acceptance_on_the_servers_clock(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        seconds, _ = await client.time()
+        await client.xadd(SHARD.streams[1], {"v": 1, "id": "a", "body": "{}"}, id=f"{seconds * 1000 - 50_000}-0")
+        begun = await engine.begin(await engine.take())
+        assert isinstance(begun, scripts.BeginReply)
+        assert begun.created == seconds * 1000 - 50_000 and begun.deadline == begun.created + 60_000
+        # An id made by hand says nothing about time.
+        await client.xadd(SHARD.streams[0], {"v": 1, "id": "b", "body": "{}"}, id="1-1")
+        begun = await engine.begin(await engine.take(), "b")
+        assert isinstance(begun, scripts.BeginReply) and begun.created == begun.now
+
+        await client.hset(SHARD.record("a"), "deadline", "1")
+        assert (await engine.append(1, 0, [delta(1)])).expired
+
+    on_queue(scenario)
+
+
+def test_releasing_burns_no_attempt(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine, heir = Engine(client, "e1"), Engine(client, "e2")
+        await engine.beat()
+        await heir.beat()
+        await submit(client)
+        entry = await engine.take()
+        await engine.begin(entry)
+        await engine.append(1, 0, [delta(1)])
+        assert (await engine.call(scripts.release(SHARD, "a", "e1", 1)))[0] == b"ok"
+        assert (await engine.append(1, 1, [delta(2)])).status == "stale"
+        await engine.call(scripts.retire(SHARD, "e1"))
+        assert [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)] == [b"e1"]
+        adopted = await heir.call(scripts.adopt(SHARD, 1, "e2", timeout_ms=60_000, count=9))
+        assert len(adopted) == 1
+        begun = await heir.begin(entry)
+        assert isinstance(begun, scripts.BeginReply)
+        assert (begun.attempt, begun.released) == (2, 1)
+        # The dead consumer held nothing any more, so it is gone; one that holds something never goes.
+        assert [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)] == [b"e2"]
+
+    on_queue(scenario)
+
+
+def test_adopting_is_bounded_and_passes_over_what_was_deleted(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        dead, heir = Engine(client, "dead"), Engine(client, "heir")
+        await heir.beat()
+        for number in range(4):
+            await submit(client, f"r{number}")
+            entry = await dead.take()
+        await client.xdel(SHARD.streams[1], entry.entry_id)
+        first = await heir.call(scripts.adopt(SHARD, 1, "heir", timeout_ms=60_000, count=2))
+        rest = await heir.call(scripts.adopt(SHARD, 1, "heir", timeout_ms=60_000, count=2))
+        assert (len(first), len(rest)) == (2, 1)
+        pending = await client.xpending(SHARD.streams[1], GROUP)
+        assert pending["consumers"] == [{"name": b"heir", "pending": 3}]
+
+    on_queue(scenario)
+
+
+def test_dead_letters_keep_what_was_sent(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        await client.xadd(SHARD.streams[1], {"v": 9, "x": b"\xff", "body": b"y" * 100_000})
+        entry = await engine.take()
+        for _ in range(2):
+            await engine.call(scripts.dead_letter(entry, "e1", "unknown_version", "field v must be 1"))
+        letters: Any = await client.xrange(SHARD.dead_letters)
+        ((_, letter),) = letters
+        assert letter[b"reason"] == b"unknown_version" and letter[b"x"] == b"\xff"
+        assert letter[b"entry"] == entry.entry_id and len(letter[b"body"]) == 65536
+        assert await outstanding(client) == (0, 0)
+
+        await submit(client)
+        entry = await engine.take()
+        await engine.begin(entry)
+        await engine.finish(entry, 1, 0, "failed", dead_letter="poison")
+        letters = await client.xrange(SHARD.dead_letters)
+        assert letters[1][1][b"reason"] == b"poison" and letters[1][1][b"attempts"] == b"1"
+
+    on_queue(scenario)
+
+
+def test_heartbeats_forget_engines_that_are_long_gone(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        await client.zadd(SHARD.heartbeats, {"old": 1})
+        await client.hset(SHARD.engines, "old", "{}")
+        await engine.beat()
+        assert await client.zrange(SHARD.heartbeats, 0, -1) == [b"e1"]
+        assert await client.hkeys(SHARD.engines) == [b"e1"]
+        await engine.call(scripts.retire(SHARD, "e1"))
+        assert await client.exists(SHARD.heartbeats, SHARD.engines) == 0
+
+    on_queue(scenario)
+
+
+def test_live_events_are_published_as_they_are_stored(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        await submit(client)
+        entry = await engine.take()
+        await engine.begin(entry)
+        pubsub: Any = client.pubsub()
+        await pubsub.subscribe(SHARD.channel("a"))
+        await pubsub.get_message(timeout=5)
+        await engine.append(1, 0, [delta(1), delta(2)])
+        await engine.finish(entry, 1, 2)
+        live = []
+        while len(live) < 3:
+            async with asyncio.timeout(5):
+                message = await pubsub.get_message(timeout=5)
+            live.append(message["data"])
+        entries: Any = await client.xrange(SHARD.events("a"))
+        assert live == [b"%d %s" % (n + 1, fields[b"e"]) for n, (_, fields) in enumerate(entries)]
+        assert [entry_id for entry_id, _ in entries] == [b"1-0", b"2-0", b"3-0"]
+        await pubsub.aclose()
+
+    on_queue(scenario)
