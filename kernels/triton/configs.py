@@ -44,15 +44,23 @@ def padded_head_dim(head_dim: int) -> int:
 
 def decode_config(capability: int, *, head_dim: int, itemsize: int, group: int) -> AttentionConfig:
     """Few query rows, all time in reading keys and values: the smallest row tile that holds one token's group."""
-    tile = 64 if padded_head_dim(head_dim) * itemsize <= 256 else 32
-    return AttentionConfig(TileShape(max(16, next_power_of_two(group)), tile), num_warps=4, num_stages=3)
+    block_m = max(16, next_power_of_two(group))
+    row_bytes = padded_head_dim(head_dim) * itemsize
+    if itemsize == 4:
+        return AttentionConfig(TileShape(block_m, 32), num_warps=8, num_stages=2)
+    return AttentionConfig(TileShape(block_m, 64 if row_bytes <= 256 else 32), num_warps=4, num_stages=3)
 
 
 def prefill_config(capability: int, *, head_dim: int, itemsize: int, group: int) -> AttentionConfig:
-    """Many query rows, time in the matrix unit: the largest row tile that stays in registers."""
+    """Many query rows, time in the matrix unit: the largest tiles that stay in registers."""
     row_bytes = padded_head_dim(head_dim) * itemsize
-    wide = row_bytes <= 128 or (row_bytes <= 256 and capability >= 90)
-    block_m = max(128 if wide else 64, next_power_of_two(group))
-    return AttentionConfig(
-        TileShape(block_m, 64 if row_bytes <= 256 else 32), num_warps=8 if block_m >= 128 else 4, num_stages=3
-    )
+    if itemsize == 4:
+        # Exact float32 products run outside the matrix unit, with both operands in registers.
+        block_m, tile, num_warps, num_stages = 64 if row_bytes <= 256 else 16, 32, 8, 2
+    elif row_bytes <= 128:
+        block_m, tile, num_warps, num_stages = 128, 64, 4 if capability >= 100 else 8, 3
+    elif row_bytes <= 256:
+        block_m, tile, num_warps, num_stages = 128, 64 if capability >= 90 else 32, 8, 3
+    else:
+        block_m, tile, num_warps, num_stages = 128 if capability >= 90 else 64, 32, 8, 3
+    return AttentionConfig(TileShape(max(block_m, next_power_of_two(group)), tile), num_warps, num_stages)

@@ -87,12 +87,12 @@ def _rotate(at, cos, sin, mask, HALF_DIM: tl.constexpr):
     tl.store(at + HALF_DIM, (second * cos + first * sin).to(at.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["words_per_block"])
-def copy_blocks_kernel(pool, pairs, words_per_block, block_stride: tl.int64, CHUNK: tl.constexpr):
-    """Copies `words_per_block` words of block pairs[i, 0] to pairs[i, 1]. Grid (pairs, chunks of a block)."""
+@triton.jit
+def copy_blocks_kernel(pool, pairs, block_stride: tl.int64, WORDS: tl.constexpr, CHUNK: tl.constexpr):
+    """Copies the WORDS words of block pairs[i, 0] to pairs[i, 1]. Grid (pairs, chunks of a block)."""
     pair = pairs + tl.program_id(0).to(tl.int64) * 2
     words = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    mask = words < words_per_block
+    mask = words < WORDS
     source = pool + tl.load(pair) * block_stride
     destination = pool + tl.load(pair + 1) * block_stride
     tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)

@@ -34,7 +34,7 @@ from pagemill.kernels.triton.sampling import PARAMETER_WORDS, sample_chunk_kerne
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _LOG2_E = math.log2(math.e)
 _PARTS_AT_ONCE = 16
-_ROTARY_HEADS = 4  # heads per program: one gives 8-byte accesses, four give 16
+_ROTARY_ELEMENTS = 256  # of one half, per program of one warp: 16 bytes a thread in 16-bit types
 _ACTIVATION_BLOCK = 1024
 _COPY_BLOCK = 4096
 _SAMPLE_GROUPS = 512  # of four tokens
@@ -87,10 +87,11 @@ class TritonOps:
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
         _require_rows(key, value)
-        tokens = key.shape[0]
+        heads_pad, d_pad = next_power_of_two(kv.num_kv_heads), next_power_of_two(kv.head_dim)
+        row_bytes = heads_pad * d_pad * key.element_size()
         self._launch(
             write_kv_kernel,
-            (tokens,),
+            (key.shape[0],),
             key,
             value,
             kv.k,
@@ -105,9 +106,9 @@ class TritonOps:
             KV_HEADS=kv.num_kv_heads,
             HEAD_DIM=kv.head_dim,
             BLOCK_SIZE=kv.block_size,
-            HEADS_PAD=next_power_of_two(kv.num_kv_heads),
-            D_PAD=next_power_of_two(kv.head_dim),
-            num_warps=4,
+            HEADS_PAD=heads_pad,
+            D_PAD=d_pad,
+            num_warps=min(max(row_bytes // (16 * 32), 1), 8),
         )
 
     def paged_attention(
@@ -194,8 +195,9 @@ class TritonOps:
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> None:
         _require_rows(query, key)
-        blocks = -(-query.shape[1] // _ROTARY_HEADS) + -(-key.shape[1] // _ROTARY_HEADS)
         half = query.shape[2] // 2
+        heads = max(_ROTARY_ELEMENTS // next_power_of_two(half), 1)
+        blocks = -(-query.shape[1] // heads) + -(-key.shape[1] // heads)
         self._launch(
             rotary_kernel,
             (query.shape[0], blocks),
@@ -212,7 +214,7 @@ class TritonOps:
             KV_HEADS=key.shape[1],
             HALF_DIM=half,
             HALF_PAD=next_power_of_two(half),
-            HEADS_BLOCK=_ROTARY_HEADS,
+            HEADS_BLOCK=heads,
             num_warps=1,
         )
 
@@ -224,8 +226,8 @@ class TritonOps:
             (tokens, -(-width // _ACTIVATION_BLOCK)),
             output,
             _rows(gate_up),
-            width,
             gate_up.stride(0),
+            WIDTH=width,
             BLOCK=_ACTIVATION_BLOCK,
             num_warps=4,
         )
@@ -249,8 +251,8 @@ class TritonOps:
             (pairs.shape[0], -(-words.shape[1] // _COPY_BLOCK)),
             words,
             pairs.to(pool.device),
-            words.shape[1],
             words.stride(0),
+            WORDS=words.shape[1],
             CHUNK=_COPY_BLOCK,
             num_warps=4,
         )
@@ -318,10 +320,10 @@ class TritonOps:
             _rows(x),
             _rows(residual),
             weight,
-            hidden,
             eps,
             x.stride(0),
             residual.stride(0),
+            HIDDEN=hidden,
             WITH_RESIDUAL=with_residual,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
