@@ -30,7 +30,7 @@ _masked = threading.local()
 
 @intrinsic
 def _bind(typingctx: Any, worker: Any, arguments: Any) -> Any:
-    """Addresses of a function (thread, threads, frame) that calls worker(thread, threads, *arguments), and of the frame."""
+    """Two addresses: a function (thread, threads, frame) that calls worker(thread, threads, *arguments); its frame."""
     worker_signature = worker.get_call_type(typingctx, (types.int64, types.int64, *arguments.types), {})
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
