@@ -271,7 +271,8 @@ def encode_body(body: Mapping[str, Any], max_bytes: int) -> bytes:
     _check_depth(body)
     RequestBody.from_mapping(body)
     try:
-        data = orjson.dumps({name: value for name, value in body.items() if value is not None})
+        # Sorted, so that the same request has the same bytes: idempotency keys compare bodies.
+        data = orjson.dumps({k: v for k, v in body.items() if v is not None}, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:
         raise invalid(f"the body cannot be written as JSON: {error}", "body") from None
     check_size(len(data), max_bytes)
