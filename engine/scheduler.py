@@ -7,7 +7,7 @@ step, and it is spent in this order: decodes (one token each), prefills under wa
 before new ones), and what is left lengthens the chunks already chosen.
 
 Invariants:
-  * no more sequences run than the budget has tokens, so every decode moves in every step;
+  * no more sequences run than the budget has tokens, as admission takes a token of it: every decode moves in every step;
   * one prefill gets at most half of the budget while others want some, so a long prompt cannot own a step;
   * a request is admitted only when all the tokens it has fit, promised by the pool, so nothing holds blocks without
     being able to run on;
@@ -66,7 +66,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self._budget = max_num_batched_tokens
-        self._max_running = min(max_num_seqs, max_num_batched_tokens)
+        self._max_running = max_num_seqs
         self._chunk_cap = max(1, max_num_batched_tokens // 2)
         self._watermark = max(1, int(cache.num_usable * WATERMARK))
         self._clock = clock
@@ -300,4 +300,4 @@ class Scheduler:
         for request in [*self._waiting.values(), *self._preempted.values()]:
             assert not request.block_table.block_ids, f"{request.request_id} holds blocks without running"
             assert request.promised_blocks == request.num_computed_tokens == 0
-        assert len(self._running) <= self._max_running
+        assert len(self._running) <= min(self._max_running, self._budget)

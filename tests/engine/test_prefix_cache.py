@@ -15,6 +15,7 @@ def test_tags_do_not_run_together() -> None:
         {"model": "", "salt": "ab"},
         {"model": "b", "salt": "a"},
         {"model": "a"},
+        {"model": "asaltb"},
         {"salt": "a"},
         {"model": "a\x00salt\x00b"},
         {},

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from pagemill.engine import preemption
 from pagemill.engine.admission import Limits, certain_slots, check_request, resolve_max_tokens
 from pagemill.engine.errors import RequestError
-from pagemill.engine.preemption import MAX_PREEMPTIONS
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import SchedulerOutput
@@ -129,15 +129,17 @@ def test_preempted_requests_end_with_the_same_tokens_and_a_true_bill() -> None:
         assert (metrics.preempted_ms > 0) == (request.num_preemptions > 0)
 
 
-def test_nobody_is_preempted_more_often_than_the_limit() -> None:
+def test_nobody_is_preempted_more_often_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the limit this traffic preempts one request four times."""
+    monkeypatch.setattr(preemption, "MAX_PREEMPTIONS", 2)
     rng = random.Random(3)
-    bench = Bench(num_blocks=1 + 20, block_size=1, max_num_batched_tokens=8, enable_prefix_caching=False)
+    bench = Bench(num_blocks=1 + 30, block_size=1, enable_prefix_caching=False)
     requests = [
-        bench.add(make(f"r{index}", [index + 1], rng.randint(8, 19), seed=index, ignore_eos=True))
+        bench.add(make(f"r{index}", [index + 1], rng.randint(15, 30), seed=index, ignore_eos=True))
         for index in range(20)
     ]
     bench.run()
-    assert max(request.num_preemptions for request in requests) == MAX_PREEMPTIONS
+    assert max(request.num_preemptions for request in requests) == 2
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
