@@ -7,7 +7,7 @@ step, and it is spent in this order: decodes (one token each), prefills under wa
 before new ones), and what is left lengthens the chunks already chosen.
 
 Invariants:
-  * no more sequences run than the budget has tokens, as admission takes a token of it: every decode moves in every step;
+  * no more sequences run than the budget has tokens, as admission takes one, so every decode moves in every step;
   * one prefill gets at most half of the budget while others want some, so a long prompt cannot own a step;
   * a request is admitted only when all the tokens it has fit, promised by the pool, so nothing holds blocks without
     being able to run on;
