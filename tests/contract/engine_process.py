@@ -1,0 +1,22 @@
+"""An engine of its own on the queue at the URL given: `python -m tests.contract.engine_process redis://...`"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from pagemill.engine.async_engine import AsyncEngine
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.worker import Worker
+from tests.contract.conftest import ENGINE
+
+
+async def main(url: str) -> None:
+    engine = await AsyncEngine.create(ENGINE)
+    config = QueueConfig(redis_url=url, heartbeat_timeout_s=1.0, block_ms=100, drain_timeout_s=0.5)
+    await Worker(engine, config).run_until_signal()
+    await engine.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
