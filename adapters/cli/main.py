@@ -81,6 +81,6 @@ def _explain(error: Exception) -> tuple[int, str]:
         return USAGE, f"{error.name} is not installed; the engine needs: pip install 'pagemill[engine]'"
     if isinstance(error, TimeoutError):
         return UNREACHABLE, f"no answer in time{f': {error}' if str(error) else ''}"
-    if type(error).__module__.startswith("redis"):
-        return UNREACHABLE, f"the queue's server cannot be used: {error}"
+    if type(error).__name__ == "QueueUnavailableError" or type(error).__module__.startswith("redis"):
+        return UNREACHABLE, f"the queue cannot be reached: {error}"
     return FAILED, f"unexpected {type(error).__name__}: {error} (--debug shows where)"

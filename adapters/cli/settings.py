@@ -208,10 +208,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def without_password(url: str) -> str:
+    """A server's URL, fit to be shown."""
+    return _PASSWORD.sub(r"\1:***@", url)
+
+
 def shown(value: Any) -> str:
     """A value as the settings file would have it, without passwords."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + _PASSWORD.sub(r"\1:***@", value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return '"' + without_password(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
     return str(value)

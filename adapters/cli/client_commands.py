@@ -1,0 +1,114 @@
+"""`pagemill submit`, `watch` and `cancel`: a client from the shell. Text goes to standard output, all else to standard
+error."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+from typing import Any
+
+import orjson
+
+from pagemill.adapters.cli.parser import given_body
+from pagemill.adapters.cli.settings import Settings, without_password
+from pagemill.ingest.client import AsyncClient, AsyncHandle, Result
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.redis import connect_commands
+
+NOTICE_AFTER_S = 3.0  # silence after which a waiting person is told what is missing
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    command = {"submit": _submit, "watch": _watch, "cancel": _cancel}[args.command]
+    return asyncio.run(command(args, settings.queue()))
+
+
+async def _submit(args: argparse.Namespace, queue: QueueConfig) -> int:
+    body = given_body(args) | _prompt(args)
+    async with AsyncClient(queue) as client:
+        handle = await client.submit(**body)
+        if args.detach:
+            print(handle.request_id)
+            return 0
+        if sys.stderr.isatty():
+            print(f"request {handle.request_id}", file=sys.stderr)
+        return await _show(handle, queue, args)
+
+
+def _prompt(args: argparse.Namespace) -> dict[str, Any]:
+    text = args.prompt
+    if text is None or text == "-":
+        if sys.stdin.isatty():
+            print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
+        text = sys.stdin.read().removesuffix("\n")
+    if not (args.chat or args.system):
+        return {"prompt": text}
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    return {"messages": [*system, {"role": "user", "content": text}]}
+
+
+async def _watch(args: argparse.Namespace, queue: QueueConfig) -> int:
+    await _check_reachable(queue)
+    async with AsyncClient(queue) as client:
+        handle = client.attach(args.id)
+        if not args.json:
+            return await _show(handle, queue, args)
+        async with asyncio.timeout(args.timeout):
+            async for event in handle.events():
+                print(orjson.dumps(event).decode(), flush=True)
+        await handle.result()
+    return 0
+
+
+async def _cancel(args: argparse.Namespace, queue: QueueConfig) -> int:
+    async with AsyncClient(queue) as client:
+        outcome = await client.cancel(args.id)
+    meaning = {
+        "cancelled": "cancelled; it had not started",
+        "requested": "its engine ends it now",
+        "noted": "not known yet; it will be cancelled when it comes",
+    }
+    print(f"{args.id}: {meaning.get(outcome, f'had ended before: {outcome}')}")
+    return 0
+
+
+async def _show(handle: AsyncHandle, queue: QueueConfig, args: argparse.Namespace) -> int:
+    """Print the text as it comes, or the result as JSON. Raises `RequestFailed`, and `TimeoutError`."""
+    notice = asyncio.create_task(_notice(queue))
+    try:
+        async with asyncio.timeout(args.timeout):
+            async for delta in handle:
+                notice.cancel()
+                if not args.json:
+                    print(delta.text, end="", flush=True)
+            result = await handle.result()
+    finally:
+        notice.cancel()
+    print(_json(result) if args.json else "")
+    return 0
+
+
+async def _notice(queue: QueueConfig) -> None:
+    """Say why nothing happens, if nothing happens."""
+    await asyncio.sleep(NOTICE_AFTER_S)
+    url = without_password(queue.redis_url)
+    print(
+        f"waiting: no engine has started this request yet (is one running on {url}, queue "
+        f"{queue.queue!r}? `pagemill engine` starts one)",
+        file=sys.stderr,
+    )
+
+
+def _json(result: Result) -> str:
+    return orjson.dumps(dataclasses.asdict(result)).decode()
+
+
+async def _check_reachable(queue: QueueConfig) -> None:
+    """A reader waits for a server that comes back; a person at a shell wants to know that there is none."""
+    client = connect_commands(queue.redis_url, "pagemill-cli")
+    try:
+        await client.ping()
+    finally:
+        await client.aclose()

@@ -1,0 +1,120 @@
+"""`pagemill serve` and `pagemill engine`: an engine on a queue, until it is told to stop.
+
+The first SIGTERM or Ctrl-C stops taking requests and lets running ones finish within drain_timeout_s; a second one
+stops at once. Either way what is unfinished stays in the stream for the next engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagemill.adapters.cli.progress import progress_bar
+from pagemill.adapters.cli.settings import ProcessConfig, Settings, without_password
+from pagemill.engine.config import EngineConfig
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.embedded import EmbeddedServer
+
+if TYPE_CHECKING:
+    from pagemill.ingest.worker import Worker
+
+SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides it
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Serve until a signal. Returns 0 after a clean stop; a device that fails is an `EngineDeadError`."""
+    engine, queue, process = settings.engine(), settings.queue(), settings.process()
+    if args.command == "engine" or settings.is_given("redis_url"):
+        return asyncio.run(_serve(engine, queue))
+    with _embedded(process) as server:
+        return asyncio.run(_serve(engine, queue.replace(redis_url=server.url)))
+
+
+@contextlib.contextmanager
+def _embedded(process: ProcessConfig) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(process.data_dir or default_data_dir(), port=process.port)
+    with server.start():
+        yield server
+
+
+def default_data_dir() -> Path:
+    """Where the embedded server keeps the queue between runs."""
+    return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "pagemill"
+
+
+async def _serve(engine_config: EngineConfig, queue: QueueConfig) -> int:
+    from pagemill.engine.async_engine import AsyncEngine
+    from pagemill.ingest.worker import Worker
+
+    with _exit_at_signal(), progress_bar() as progress:
+        engine = await AsyncEngine.create(engine_config, progress)
+    worker = Worker(engine, queue)
+    serving = asyncio.create_task(worker.run())
+    announcing = asyncio.create_task(_announce(worker, engine.info.model_name, queue))
+    with _stop_at_signal(worker, serving):
+        try:
+            await serving
+        except asyncio.CancelledError:
+            if not serving.cancelled():
+                raise
+        finally:
+            announcing.cancel()
+            await engine.stop()
+    return 0
+
+
+async def _announce(worker: Worker, model: str, queue: QueueConfig) -> None:
+    await worker.ready.wait()
+    url = without_password(queue.redis_url)
+    print(f"serving {model} from queue {queue.queue!r} at {url}", flush=True)
+    if sys.stdout.isatty():
+        print(f"try, in another terminal:  pagemill submit --redis-url {url} 'Once upon a time'")
+        print("Ctrl-C stops: running requests finish first, a second Ctrl-C leaves them to the next engine")
+
+
+@contextlib.contextmanager
+def _exit_at_signal() -> Iterator[None]:
+    """While the model loads in its thread nothing has been taken yet, so there is nothing to wait for."""
+    loop = asyncio.get_running_loop()
+
+    def leave(number: int) -> None:
+        if sys.stderr.isatty():
+            print(SHOW_CURSOR, end="", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, leave, number)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _stop_at_signal(worker: Worker, serving: asyncio.Task[None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    signalled = False
+
+    def stop() -> None:
+        nonlocal signalled
+        if signalled:
+            serving.cancel()
+        signalled = True
+        worker.stop()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
