@@ -102,26 +102,26 @@ def _softmax_step(
             begin = max(0, position + 1 - window - tile_start)
         base = row * score_stride
         if end <= begin:
-            for t in range(tokens):
-                scores[base + t] = _ZERO
+            scores[base : base + tokens] = _ZERO
             continue
         highest = max(largest[row], row_max(scores, base + begin, end - begin))
         # A row of -inf scores has no maximum to subtract; its weights are 0, and NaN stays NaN.
         shift = highest if highest != _NEGATIVE_INFINITY else _ZERO
-        for t in range(begin):
-            scores[base + t] = _ZERO
+        # Slices, because LLVM vectorises a loop only where it sees that no index counts from the end.
+        scores[base : base + begin] = _ZERO
+        scores[base + end : base + tokens] = _ZERO
+        visible = scores[base + begin : base + end]
         sum_here = _ZERO
-        for t in range(begin, end):
-            weight = exp32(scores[base + t] - shift)
-            scores[base + t] = weight
+        for t in range(visible.shape[0]):
+            weight = exp32(visible[t] - shift)
+            visible[t] = weight
             sum_here += weight
-        for t in range(end, tokens):
-            scores[base + t] = _ZERO
         if largest[row] != highest:
             keep = exp32(largest[row] - shift)
             total[row] *= keep
-            for d in range(acc_stride):
-                acc[row * acc_stride + d] *= keep
+            sums = acc[row * acc_stride : (row + 1) * acc_stride]
+            for d in range(sums.shape[0]):
+                sums[d] *= keep
             largest[row] = highest
         total[row] += sum_here
 
@@ -165,12 +165,13 @@ def _attend(
     for head in range(first_head, first_head + heads):
         for row in range(rows):
             source = (begin + first_query + row // group) * query_stride + (head * group + row % group) * dim
+            stored = query[source : source + dim]
+            scaled = q_tile[row * dim : (row + 1) * dim]
             for d in range(dim):
-                q_tile[row * dim + d] = widen(query[source + d]) * scale
+                scaled[d] = widen(stored[d]) * scale
             largest[row] = _NEGATIVE_INFINITY
             total[row] = _ZERO
-        for i in range(rows * acc_stride):
-            acc[i] = _ZERO
+        acc[: rows * acc_stride] = _ZERO
 
         first_block = visible_begin // block_size
         while first_block * block_size < visible_end:
@@ -233,11 +234,13 @@ def _attend(
         for row in range(rows):
             target = (begin + first_query + row // group) * num_heads * dim + (head * group + row % group) * dim
             inverse = _ONE / total[row] if total[row] != _ZERO else _ZERO
-            for word in range(words):
-                source = row * acc_stride + word // _LANES * (_LANES * pack) + word % _LANES
-                for half in range(pack):
-                    d = word * pack + half
-                    out[target + d] = narrow(acc[source + half * _LANES] * inverse, out[target + d])
+            result = out[target : target + dim]
+            for half in range(pack):
+                for first in range(0, words, _LANES):
+                    sums = acc[row * acc_stride + first * pack + half * _LANES :]
+                    for lane in range(min(_LANES, words - first)):
+                        d = (first + lane) * pack + half
+                        result[d] = narrow(sums[lane] * inverse, result[d])
 
 
 @helper

@@ -74,13 +74,15 @@ def silu_and_mul(threads: int, gate_up: Any, out: Any) -> None:
 @helper
 def _rotate(heads: Any, start: int, count: int, cos_sin: Any, position: int) -> None:
     half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[position, :half], cos_sin[position, half:]
     for head in range(count):
+        # Slices, because LLVM vectorises a loop only where it sees that no index counts from the end.
         base = start + head * 2 * half
+        left, right = heads[base : base + half], heads[base + half : base + 2 * half]
         for i in range(half):
-            cos, sin = cos_sin[position, i], cos_sin[position, half + i]
-            first, second = widen(heads[base + i]), widen(heads[base + half + i])
-            heads[base + i] = narrow(first * cos - second * sin, heads[base + i])
-            heads[base + half + i] = narrow(second * cos + first * sin, heads[base + half + i])
+            first, second = widen(left[i]), widen(right[i])
+            left[i] = narrow(first * cos[i] - second * sin[i], left[i])
+            right[i] = narrow(second * cos[i] + first * sin[i], right[i])
 
 
 @helper

@@ -1,8 +1,8 @@
-"""The fused sampler on the CPU: a pass for the maximum, histograms instead of sorts for top_k and top_p, then the draw.
+"""The fused sampler on the CPU: maximum, cut by min_p, top_k and top_p without sorting the row, then the draw.
 
-Gumbel-max needs noise only for tokens that may still win. No token's noise exceeds `_MAX_GUMBEL`, so whoever trails the
-best score so far by more than that is skipped before its noise is computed; and of the noise the cheap bound
--log(u) >= 1 - u is tried before any logarithm. Both skips are exact: they change no result.
+Gumbel-max needs noise only for tokens that may still win. No token's noise exceeds `_MAX_GUMBEL`, so a stretch of the
+row that trails the best score so far by more than that is skipped before its noise is made; and of the noise the cheap
+bound -log(u) >= 1 - u is tried before any logarithm. Both skips are exact: they change no result.
 """
 
 from __future__ import annotations
@@ -13,37 +13,44 @@ from typing import Any
 import numpy as np
 
 from pagemill.kernels.cpu.jit import helper, kernel
-from pagemill.kernels.cpu.simd import exp32, next_item, row_max
+from pagemill.kernels.cpu.simd import PHILOX_LANES, exp32, missing_to_one, next_item, philox_block, row_max
 from pagemill.kernels.cpu.team import run
-from pagemill.kernels.rng import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1, UNIT
+from pagemill.kernels.rng import UNIT
 
-_M0, _M1 = np.uint64(PHILOX_M0), np.uint64(PHILOX_M1)
-_W0, _W1 = np.uint64(PHILOX_W0), np.uint64(PHILOX_W1)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_LOWEST = np.float32(-np.inf)
 
 _MAX_GUMBEL = -math.log(-math.log(1.0 - 0.5 * UNIT)) + 1e-9
-_CHUNK = 4096
+_MARGIN = np.float32(1e-6)
+_CHUNK = 256  # tokens whose noise is made at a time, four to a Philox counter
+_SPAN = 64  # tokens that share an entry in a row's list of maxima
+_MAX_HEAT = 1e30
 _BINS = 2048
 _BINS_PER_NAT = 64.0
 
-# exp(-d) for whole d: how small 1 - u must be for a token d below the best score to overtake it.
-_NEEDED = np.exp(-np.arange(int(_MAX_GUMBEL) + 2)) * (1.0 + 1e-9)
-
 
 @helper
-def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Philox4x32-10; all words are uint64 that hold 32 bits. The twin of `kernels.rng.philox`."""
-    for _ in range(PHILOX_ROUNDS):
-        product0 = c0 * _M0
-        product1 = c2 * _M1
-        c0 = (product1 >> _SHIFT) ^ c1 ^ k0
-        c1 = product1 & _LOW
-        c2 = (product0 >> _SHIFT) ^ c3 ^ k1
-        c3 = product0 & _LOW
-        k0 = (k0 + _W0) & _LOW
-        k1 = (k1 + _W1) & _LOW
-    return c0, c1, c2, c3
+def token_bits(first_token: int, seed: Any, position: int, choice: int, bits: Any) -> None:
+    """The random bits of the tokens first_token .. first_token + _CHUNK into uint32 [4, _CHUNK / 4].
+
+    first_token is a multiple of 4; those of token first_token + 4 * i + lane are at [lane, i].
+    """
+    place = np.uint64(position)
+    for group in range(0, _CHUNK // 4, PHILOX_LANES):
+        philox_block(
+            bits,
+            np.int64(group),
+            np.int64(_CHUNK // 4),
+            np.uint64(first_token // 4 + group),
+            place & _LOW,
+            np.uint64(choice) & _LOW,
+            place >> _SHIFT,
+            seed & _LOW,
+            seed >> _SHIFT,
+        )
 
 
 @helper
@@ -52,22 +59,78 @@ def _gumbel(bits: Any) -> float:
 
 
 @helper
+def _may_win(logit: Any, heat: Any, best: Any, bits: Any) -> int:
+    """0 where -log(u) >= 1 - u already puts the token's score below the best, with a margin for float32; else 1.
+
+    logit / temperature - log(-log(u)) > best means -log(u) < exp(logit / temperature - best).
+    """
+    scaled = logit * heat
+    slack = _MARGIN * (_ONE + abs(scaled) + abs(best))
+    # Asked this way round, a temperature so small that float32 overflows to NaN skips nobody.
+    return 0 if missing_to_one(bits) > exp32(scaled - best + slack) else 1
+
+
+@helper
 def _argmax(row: Any) -> int:
     """The first index of the largest logit; -1 for NaN or nothing above -inf."""
-    best = np.float32(-np.inf)
-    chunk = -1
-    for start in range(0, row.shape[0], _CHUNK):
-        largest = row_max(row, start, min(_CHUNK, row.shape[0] - start))
+    best = _LOWEST
+    at = -1
+    for start in range(0, row.shape[0], 16 * _CHUNK):
+        largest = row_max(row, start, min(16 * _CHUNK, row.shape[0] - start))
         if math.isnan(largest):
             return -1
         if largest > best:
             best = largest
-            chunk = start
-    if chunk < 0:
+            at = start
+    if at < 0:
         return -1
-    while row[chunk] != best:
-        chunk += 1
-    return chunk
+    while row[at] != best:
+        at += 1
+    return at
+
+
+@helper
+def _first_at_least(scaled: float, temperature: float) -> Any:
+    """The smallest float32 logit with logit / temperature >= scaled."""
+    logit = np.float32(scaled * temperature)
+    while float(logit) / temperature >= scaled:
+        logit = np.nextafter(logit, _LOWEST)
+    while float(logit) / temperature < scaled:
+        logit = np.nextafter(logit, -_LOWEST)
+    return logit
+
+
+@helper
+def _largest(row: Any, maxima: Any, wanted: int, members: Any) -> Any:
+    """The `wanted`-th largest logit of a row; -inf where fewer are above -inf."""
+    limit = _LOWEST
+    if wanted <= maxima.shape[0]:
+        # That many spans have a maximum of at least this, so that many tokens have.
+        limit = np.sort(maxima)[maxima.shape[0] - wanted]
+    found = 0
+    for span in range(maxima.shape[0]):
+        if maxima[span] >= limit:
+            for i in range(span * _SPAN, min((span + 1) * _SPAN, row.shape[0])):
+                if row[i] >= limit and row[i] > _LOWEST:
+                    members[found] = row[i]
+                    found += 1
+    if found < wanted:
+        return _LOWEST
+    return np.sort(members[:found])[found - wanted]
+
+
+@helper
+def _mass(row: Any, largest: Any, heat: Any, cut: Any) -> float:
+    """The sum of exp((logit - largest) / temperature) over logits of at least the cut."""
+    total = 0.0
+    for start in range(0, row.shape[0], _CHUNK):
+        chunk = row[start : min(start + _CHUNK, row.shape[0])]
+        part = _ZERO
+        for i in range(chunk.shape[0]):
+            weight = exp32((chunk[i] - largest) * heat)
+            part += weight if chunk[i] >= cut else _ZERO
+        total += float(part)
+    return total
 
 
 @helper
@@ -76,109 +139,95 @@ def _bin(distance: float) -> int:
 
 
 @helper
-def _threshold(
-    row: Any, temperature: float, top: float, min_p: float, top_k: int, top_p: float, counts: Any, mass: Any
-) -> float:
-    """The lowest logit / temperature that min_p, top_k and top_p leave; all ties at it stay."""
-    size = row.shape[0]
-    cut = -np.inf
-    if min_p > 0.0:
-        cut = top + math.log(min_p)
-    if 0 < top_k < size:
-        counts[:] = 0
-        for i in range(size):
-            scaled = float(row[i]) / temperature
-            if scaled >= cut and scaled != -np.inf:
-                counts[_bin(top - scaled)] += 1
-        above = 0
-        index = 0
-        while index < _BINS and above + counts[index] < top_k:
-            above += counts[index]
-            index += 1
-        if index < _BINS:
-            members = np.empty(counts[index], np.float64)
-            found = 0
-            for i in range(size):
-                scaled = float(row[i]) / temperature
-                if scaled >= cut and scaled != -np.inf and _bin(top - scaled) == index:
-                    members[found] = scaled
+def _nucleus(
+    row: Any,
+    maxima: Any,
+    temperature: float,
+    largest: Any,
+    cut: Any,
+    top_p: float,
+    counts: Any,
+    mass: Any,
+    members: Any,
+) -> Any:
+    """The smallest logit of the nucleus: the fewest likeliest tokens, of those at or above the cut, with mass top_p."""
+    heat = np.float32(min(1.0 / temperature, _MAX_HEAT))
+    total = _mass(row, largest, heat, cut)
+    # All tokens lighter than an equal share of 1 - top_p weigh less than that together, so the nucleus ends above them.
+    share = 0.5 * (1.0 - top_p) * total / row.shape[0]
+    floor = float(largest) + math.log(max(share, 1e-300)) * temperature
+    top = float(largest) / temperature
+    counts[:] = 0
+    mass[:] = 0.0
+    found = 0
+    for span in range(maxima.shape[0]):
+        if maxima[span] >= cut and float(maxima[span]) >= floor:
+            for i in range(span * _SPAN, min((span + 1) * _SPAN, row.shape[0])):
+                if row[i] >= cut and float(row[i]) >= floor:
+                    members[found] = row[i]
                     found += 1
-            members.sort()
-            cut = members[found - (top_k - above)]
-    if top_p < 1.0:
-        counts[:] = 0
-        mass[:] = 0.0
-        for i in range(size):
-            scaled = float(row[i]) / temperature
-            if scaled >= cut and scaled != -np.inf:
-                index = _bin(top - scaled)
-                counts[index] += 1
-                mass[index] += float(exp32(np.float32(scaled - top)))
-        wanted = top_p * mass.sum()
-        above_mass = 0.0
-        index = 0
-        while index < _BINS - 1 and above_mass + mass[index] < wanted:
-            above_mass += mass[index]
-            index += 1
-        while index > 0 and counts[index] == 0:
-            index -= 1
-            above_mass -= mass[index]
-        members = np.empty(counts[index], np.float64)
-        found = 0
-        for i in range(size):
-            scaled = float(row[i]) / temperature
-            if scaled >= cut and scaled != -np.inf and _bin(top - scaled) == index:
-                members[found] = scaled
-                found += 1
-        members.sort()
-        last = found - 1
-        while last > 0:
-            above_mass += float(exp32(np.float32(members[last] - top)))
-            if above_mass >= wanted:
+                    index = _bin(top - float(row[i]) / temperature)
+                    counts[index] += 1
+                    mass[index] += float(exp32((row[i] - largest) * heat))
+    wanted = top_p * total
+    above = 0.0
+    index = 0
+    last = 0  # the last bin with tokens so far; sums that round differently may want more than there is
+    while index < _BINS:
+        if counts[index] > 0:
+            if above + mass[index] >= wanted:
+                last = index
                 break
-            last -= 1
-        cut = members[last]
-    return cut
+            last = index
+        above += mass[index]
+        index += 1
+    if index == _BINS:
+        above -= mass[last]
+    bin_members = np.empty(counts[last], np.float32)
+    kept = 0
+    for i in range(found):
+        if _bin(top - float(members[i]) / temperature) == last:
+            bin_members[kept] = members[i]
+            kept += 1
+    bin_members = np.sort(bin_members)
+    place = kept - 1
+    while place > 0:
+        above += float(exp32((bin_members[place] - largest) * heat))
+        if above >= wanted:
+            break
+        place -= 1
+    return bin_members[place]
 
 
 @helper
-def _draw(row: Any, temperature: float, cut: float, first: int, seed: Any, position: int, choice: int) -> int:
-    """Gumbel-max over the tokens at or above the cut; `first` is the likeliest one."""
-    k0, k1 = seed & _LOW, seed >> _SHIFT
-    place = np.uint64(position)
-    c1, c2, c3 = place & _LOW, np.uint64(choice) & _LOW, place >> _SHIFT
-    words = philox(np.uint64(first // 4), c1, c2, c3, k0, k1)
-    lane = first % 4
-    bits = words[0] if lane == 0 else words[1] if lane == 1 else words[2] if lane == 2 else words[3]
+def _draw(row: Any, temperature: float, cut: Any, first: int, seed: Any, position: int, choice: int, bits: Any) -> int:
+    """Gumbel-max over the tokens at or above the cut; `first` is the likeliest one, `bits` scratch."""
+    token_bits(first // 4 * 4, seed, position, choice, bits)
     chosen = first
-    best = float(row[first]) / temperature + _gumbel(bits)
-    size = row.shape[0]
-    # A hair below the exact bound, in logits, so that the exact test is left to those who pass.
-    limit = max(cut, best - _MAX_GUMBEL) * temperature
-    limit -= 1e-6 * abs(limit)
-    for start in range(0, size, 4):
-        end = min(start + 4, size)
-        alive = False
-        for i in range(start, end):
-            alive |= float(row[i]) >= limit
-        if not alive:
+    best = float(row[first]) / temperature + _gumbel(bits[first % 4, 0])
+    heat = np.float32(min(1.0 / temperature, _MAX_HEAT))
+    for start in range(0, row.shape[0], _CHUNK):
+        chunk = row[start : min(start + _CHUNK, row.shape[0])]
+        highest = row_max(row, start, chunk.shape[0])
+        if highest < cut or float(highest) / temperature < best - _MAX_GUMBEL:
             continue
-        words = philox(np.uint64(start // 4), c1, c2, c3, k0, k1)
-        for lane in range(end - start):
-            i = start + lane
-            scaled = float(row[i]) / temperature
-            behind = best - scaled
-            if scaled < cut or behind > _MAX_GUMBEL:
+        token_bits(start, seed, position, choice, bits)
+        for lane in range(min(4, chunk.shape[0])):
+            logits = chunk[lane::4]
+            lane_bits = bits[lane]
+            passed = 0
+            for i in range(logits.shape[0]):
+                passed += _may_win(logits[i], heat, np.float32(best), lane_bits[i])
+            if passed == 0:
                 continue
-            bits = words[0] if lane == 0 else words[1] if lane == 1 else words[2] if lane == 2 else words[3]
-            if behind > 0.0 and (float(_LOW - bits) + 0.5) * UNIT > _NEEDED[int(behind)]:
-                continue
-            score = scaled + _gumbel(bits)
-            if score > best or (score == best and i < chosen):
-                best = score
-                chosen = i
-                limit = max(cut, best - _MAX_GUMBEL) * temperature
-                limit -= 1e-6 * abs(limit)
+            for i in range(logits.shape[0]):
+                if logits[i] < cut or _may_win(logits[i], heat, np.float32(best), lane_bits[i]) == 0:
+                    continue
+                score = float(logits[i]) / temperature + _gumbel(lane_bits[i])
+                token = start + 4 * i + lane
+                if score > best or (score == best and token < chosen):
+                    best = score
+                    chosen = token
     return chosen
 
 
@@ -197,8 +246,12 @@ def _sample_rows(
     choice: Any,
     out: Any,
 ) -> None:
+    size = logits.shape[1]
     counts = np.empty(_BINS, np.int64)
     mass = np.empty(_BINS, np.float64)
+    bits = np.empty((4, _CHUNK // 4), np.uint32)
+    maxima = np.empty((size + _SPAN - 1) // _SPAN, np.float32)
+    members = np.empty(size, np.float32)
     while True:
         index = next_item(counter)
         if index >= logits.shape[0]:
@@ -209,9 +262,17 @@ def _sample_rows(
         if first < 0 or heat == 0.0 or row[first] == np.inf:
             out[index] = first
             continue
-        top = float(row[first]) / heat
-        cut = _threshold(row, heat, top, float(min_p[index]), top_k[index], float(top_p[index]), counts, mass)
-        out[index] = _draw(row, heat, cut, first, seed[index], position[index], choice[index])
+        cut = _LOWEST
+        if min_p[index] > _ZERO:
+            cut = _first_at_least(float(row[first]) / heat + math.log(float(min_p[index])), heat)
+        if 0 < top_k[index] < size or top_p[index] < _ONE:
+            for span in range(maxima.shape[0]):
+                maxima[span] = row_max(row, span * _SPAN, min(_SPAN, size - span * _SPAN))
+            if 0 < top_k[index] < size:
+                cut = max(cut, _largest(row, maxima, top_k[index], members))
+            if top_p[index] < _ONE:
+                cut = _nucleus(row, maxima, heat, row[first], cut, float(top_p[index]), counts, mass, members)
+        out[index] = _draw(row, heat, cut, first, seed[index], position[index], choice[index], bits)
 
 
 @kernel

@@ -19,6 +19,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagemill.kernels.rng import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
+
+PHILOX_LANES = 8  # of 64 bits
 LANES = 16  # of 32 bits: one AVX-512 register, two of AVX2, four of NEON
 ROW_STEPS = (8, 4, 3, 2, 1)
 """Rows that one tile can hold; callers peel their rows off in these steps."""
@@ -26,6 +29,7 @@ ROW_STEPS = (8, 4, 3, 2, 1)
 _I1 = ir.IntType(1)
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
 _F32 = ir.FloatType()
 _VI32 = ir.VectorType(_I32, LANES)
 _VF32 = ir.VectorType(_F32, LANES)
@@ -310,6 +314,59 @@ def row_max(typingctx: Any, a: Any, offset: Any, count: Any) -> Any:
 def _take_max(builder: Any, values: Any, best: Any, bad: Any) -> None:
     builder.store(_call(builder, f"llvm.maxnum.v{LANES}f32", _VF32, [builder.load(best), values]), best)
     builder.store(builder.or_(builder.load(bad), builder.fcmp_unordered("uno", values, values)), bad)
+
+
+@intrinsic
+def missing_to_one(typingctx: Any, bits: Any) -> Any:
+    """1 - bits / 2^32 less half a step, as a float32: how much a draw falls short of 1."""
+    if bits != types.uint32:
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.fmul(builder.uitofp(builder.not_(args[0]), _F32), ir.Constant(_F32, 2.0**-32))
+
+    return types.float32(bits), codegen
+
+
+@intrinsic
+def philox_block(
+    typingctx: Any, out: Any, offset: Any, stride: Any, first: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any
+) -> Any:
+    """Philox4x32-10 of the 8 counters (first + i, c1, c2, c3) under (k0, k1); the twin of `kernels.rng.philox`.
+
+    Word w of counter first + i goes to out[offset + w * stride + i], uint32. All arguments but out are 64-bit.
+    """
+    vector = ir.VectorType(_I64, PHILOX_LANES)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        def spread(scalar: Any) -> Any:
+            one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+            zeros = ir.Constant(ir.VectorType(_I32, PHILOX_LANES), [0] * PHILOX_LANES)
+            return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+
+        def constant(value: int) -> Any:
+            return ir.Constant(vector, [value] * PHILOX_LANES)
+
+        low, shift = constant(0xFFFFFFFF), constant(32)
+        data = _data(context, builder, sig.args[0], args[0], _I32)
+        x0 = builder.add(spread(args[3]), ir.Constant(vector, list(range(PHILOX_LANES))))
+        x1, x2, x3 = (spread(args[i]) for i in (4, 5, 6))
+        key0, key1 = args[7], args[8]
+        for _ in range(PHILOX_ROUNDS):
+            product0 = builder.mul(builder.and_(x0, low), constant(PHILOX_M0))
+            product1 = builder.mul(builder.and_(x2, low), constant(PHILOX_M1))
+            x0 = builder.xor(builder.xor(builder.lshr(product1, shift), x1), spread(key0))
+            x2 = builder.xor(builder.xor(builder.lshr(product0, shift), x3), spread(key1))
+            x1, x3 = product1, product0  # their high halves are dropped by the next `and`, or at the end
+            key0 = builder.and_(builder.add(key0, ir.Constant(_I64, PHILOX_W0)), ir.Constant(_I64, 0xFFFFFFFF))
+            key1 = builder.and_(builder.add(key1, ir.Constant(_I64, PHILOX_W1)), ir.Constant(_I64, 0xFFFFFFFF))
+        for word, value in enumerate((x0, x1, x2, x3)):
+            at = builder.add(args[1], builder.mul(args[2], ir.Constant(_I64, word)))
+            narrow_value = builder.trunc(value, ir.VectorType(_I32, PHILOX_LANES))
+            _store(builder, narrow_value, builder.gep(data, [at]))
+        return context.get_dummy_value()
+
+    return types.void(out, offset, stride, first, c1, c2, c3, k0, k1), codegen
 
 
 @intrinsic
