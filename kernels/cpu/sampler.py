@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from pagemill.kernels.cpu.jit import helper, kernel
-from pagemill.kernels.cpu.simd import PHILOX_LANES, exp32, missing_to_one, next_item, philox_block, row_max
+from pagemill.kernels.cpu.simd import (
+    PHILOX_LANES,
+    exp32,
+    float_of_rank,
+    missing_to_one,
+    next_item,
+    philox_block,
+    row_max,
+)
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.rng import UNIT
 
@@ -28,8 +36,6 @@ _MARGIN = np.float32(1e-6)
 _CHUNK = 256  # tokens whose noise is made at a time, four to a Philox counter
 _SPAN = 64  # tokens that share an entry in a row's list of maxima
 _MAX_HEAT = 1e30
-_BINS = 2048
-_BINS_PER_NAT = 64.0
 
 
 @helper
@@ -101,22 +107,53 @@ def _first_at_least(scaled: float, temperature: float) -> Any:
 
 
 @helper
-def _largest(row: Any, maxima: Any, wanted: int, members: Any) -> Any:
-    """The `wanted`-th largest logit of a row; -inf where fewer are above -inf."""
-    limit = _LOWEST
-    if wanted <= maxima.shape[0]:
-        # That many spans have a maximum of at least this, so that many tokens have.
-        limit = np.sort(maxima)[maxima.shape[0] - wanted]
+def _weight_from(values: Any, weights: Any, limit: Any) -> float:
+    """The weights of the values at or above a limit, summed."""
+    total = 0.0
+    for i in range(values.shape[0]):
+        total += float(weights[i]) if values[i] >= limit else 0.0
+    return total
+
+
+@helper
+def _threshold(values: Any, weights: Any, wanted: float) -> Any:
+    """The largest value from which upward the weights come to what is wanted, or to all there is.
+
+    A binary search over the order of the floats: 32 passes, but of whole vectors, and ties cost nothing.
+    """
+    wanted = min(wanted, _weight_from(values, weights, _LOWEST))
+    rank = np.int64(-(1 << 31))
+    for bit in range(31, -1, -1):
+        higher = rank + (np.int64(1) << bit)
+        if _weight_from(values, weights, float_of_rank(higher)) >= wanted:
+            rank = higher
+    return float_of_rank(rank)
+
+
+@helper
+def _collect(row: Any, maxima: Any, limit: Any, values: Any) -> int:
+    """Copy the logits at or above a limit, but for -inf; returns how many."""
     found = 0
     for span in range(maxima.shape[0]):
         if maxima[span] >= limit:
-            for i in range(span * _SPAN, min((span + 1) * _SPAN, row.shape[0])):
-                if row[i] >= limit and row[i] > _LOWEST:
-                    members[found] = row[i]
+            stretch = row[span * _SPAN : min((span + 1) * _SPAN, row.shape[0])]
+            for i in range(stretch.shape[0]):
+                if stretch[i] >= limit and stretch[i] > _LOWEST:
+                    values[found] = stretch[i]
                     found += 1
-    if found < wanted:
-        return _LOWEST
-    return np.sort(members[:found])[found - wanted]
+    return found
+
+
+@helper
+def _top_k(row: Any, maxima: Any, wanted: int, values: Any, weights: Any) -> Any:
+    """The `wanted`-th largest logit of a row, or the smallest where fewer are above -inf."""
+    weights[:] = _ONE
+    limit = _LOWEST
+    if wanted <= maxima.shape[0]:
+        # That many spans have a maximum of at least this, so that many tokens have.
+        limit = _threshold(maxima, weights, float(wanted))
+    found = _collect(row, maxima, limit, values)
+    return _threshold(values[:found], weights, float(wanted))
 
 
 @helper
@@ -134,69 +171,19 @@ def _mass(row: Any, largest: Any, heat: Any, cut: Any) -> float:
 
 
 @helper
-def _bin(distance: float) -> int:
-    return int(min(distance * _BINS_PER_NAT, _BINS - 1.0))
-
-
-@helper
-def _nucleus(
-    row: Any,
-    maxima: Any,
-    temperature: float,
-    largest: Any,
-    cut: Any,
-    top_p: float,
-    counts: Any,
-    mass: Any,
-    members: Any,
+def _top_p(
+    row: Any, maxima: Any, temperature: float, largest: Any, cut: Any, top_p: float, values: Any, weights: Any
 ) -> Any:
     """The smallest logit of the nucleus: the fewest likeliest tokens, of those at or above the cut, with mass top_p."""
     heat = np.float32(min(1.0 / temperature, _MAX_HEAT))
     total = _mass(row, largest, heat, cut)
-    # All tokens lighter than an equal share of 1 - top_p weigh less than that together, so the nucleus ends above them.
+    # All tokens lighter than an equal share of 1 - top_p weigh less than that together: the nucleus ends above them.
     share = 0.5 * (1.0 - top_p) * total / row.shape[0]
-    floor = float(largest) + math.log(max(share, 1e-300)) * temperature
-    top = float(largest) / temperature
-    counts[:] = 0
-    mass[:] = 0.0
-    found = 0
-    for span in range(maxima.shape[0]):
-        if maxima[span] >= cut and float(maxima[span]) >= floor:
-            for i in range(span * _SPAN, min((span + 1) * _SPAN, row.shape[0])):
-                if row[i] >= cut and float(row[i]) >= floor:
-                    members[found] = row[i]
-                    found += 1
-                    index = _bin(top - float(row[i]) / temperature)
-                    counts[index] += 1
-                    mass[index] += float(exp32((row[i] - largest) * heat))
-    wanted = top_p * total
-    above = 0.0
-    index = 0
-    last = 0  # the last bin with tokens so far; sums that round differently may want more than there is
-    while index < _BINS:
-        if counts[index] > 0:
-            if above + mass[index] >= wanted:
-                last = index
-                break
-            last = index
-        above += mass[index]
-        index += 1
-    if index == _BINS:
-        above -= mass[last]
-    bin_members = np.empty(counts[last], np.float32)
-    kept = 0
+    floor = np.float32(float(largest) + math.log(max(share, 1e-300)) * temperature)
+    found = _collect(row, maxima, max(cut, floor), values)
     for i in range(found):
-        if _bin(top - float(members[i]) / temperature) == last:
-            bin_members[kept] = members[i]
-            kept += 1
-    bin_members = np.sort(bin_members)
-    place = kept - 1
-    while place > 0:
-        above += float(exp32((bin_members[place] - largest) * heat))
-        if above >= wanted:
-            break
-        place -= 1
-    return bin_members[place]
+        weights[i] = exp32((values[i] - largest) * heat)
+    return _threshold(values[:found], weights, top_p * total)
 
 
 @helper
@@ -247,11 +234,10 @@ def _sample_rows(
     out: Any,
 ) -> None:
     size = logits.shape[1]
-    counts = np.empty(_BINS, np.int64)
-    mass = np.empty(_BINS, np.float64)
     bits = np.empty((4, _CHUNK // 4), np.uint32)
     maxima = np.empty((size + _SPAN - 1) // _SPAN, np.float32)
-    members = np.empty(size, np.float32)
+    values = np.empty(size, np.float32)
+    weights = np.empty(size, np.float32)
     while True:
         index = next_item(counter)
         if index >= logits.shape[0]:
@@ -269,9 +255,9 @@ def _sample_rows(
             for span in range(maxima.shape[0]):
                 maxima[span] = row_max(row, span * _SPAN, min(_SPAN, size - span * _SPAN))
             if 0 < top_k[index] < size:
-                cut = max(cut, _largest(row, maxima, top_k[index], members))
+                cut = max(cut, _top_k(row, maxima, top_k[index], values, weights))
             if top_p[index] < _ONE:
-                cut = _nucleus(row, maxima, heat, row[first], cut, float(top_p[index]), counts, mass, members)
+                cut = _top_p(row, maxima, heat, row[first], cut, float(top_p[index]), values, weights)
         out[index] = _draw(row, heat, cut, first, seed[index], position[index], choice[index], bits)
 
 

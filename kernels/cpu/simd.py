@@ -317,6 +317,18 @@ def _take_max(builder: Any, values: Any, best: Any, bad: Any) -> None:
 
 
 @intrinsic
+def float_of_rank(typingctx: Any, rank: Any) -> Any:
+    """The float32 at a place of their order: an int64 in [-2^31, 2^31) that grows with the float. NaN at both ends."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        low = builder.trunc(args[0], _I32)
+        flip = builder.and_(builder.ashr(low, ir.Constant(_I32, 31)), ir.Constant(_I32, 0x7FFFFFFF))
+        return builder.bitcast(builder.xor(low, flip), _F32)
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
 def missing_to_one(typingctx: Any, bits: Any) -> Any:
     """1 - bits / 2^32 less half a step, as a float32: how much a draw falls short of 1."""
     if bits != types.uint32:
