@@ -77,16 +77,21 @@ async def _cancel(args: argparse.Namespace, queue: QueueConfig) -> int:
 async def _show(handle: AsyncHandle, queue: QueueConfig, args: argparse.Namespace) -> int:
     """Print the text as it comes, or the result as JSON. Raises `RequestFailed`, and `TimeoutError`."""
     notice = asyncio.create_task(_notice(queue))
+    begun = False
     try:
         async with asyncio.timeout(args.timeout):
             async for delta in handle:
                 notice.cancel()
                 if not args.json:
+                    begun = True
                     print(delta.text, end="", flush=True)
             result = await handle.result()
     finally:
         notice.cancel()
-    print(_json(result) if args.json else "")
+        if begun:
+            print()
+    if args.json:
+        print(_json(result))
     return 0
 
 
