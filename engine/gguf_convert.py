@@ -59,8 +59,8 @@ def converted_folder(source: Path, models: Path, progress: Progress = no_progres
     """
     try:
         stat = source.stat()
-    except OSError as error:
-        raise ConfigError(f"{source} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     key = f"{_FORMAT}\0{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
     stem = re.sub(r"[^\w.-]+", "-", source.stem)[:80]
     target = models / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

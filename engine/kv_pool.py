@@ -19,6 +19,10 @@ class KVPool:
         self._pool = layout.allocate()
         self.layers: list[LayerKV] = [layout.layer(self._pool, index) for index in range(layout.num_layers)]
 
+    def commit(self) -> None:
+        """Write all of it, so that its memory is held from now on."""
+        self._pool.zero_()
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), all layers at once."""
         pairs = torch.tensor(copies, dtype=torch.int64, device=self._pool.device)

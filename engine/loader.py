@@ -56,14 +56,19 @@ def resolve_model(name: str, cache_dir: str | Path | None = None, progress: Prog
     A GGUF file is converted into `cache_dir`/models the first time. Raises `ConfigError`, saying what to do, where the
     model is missing, incomplete, damaged or of a kind that is not supported.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(name)
+    try:
+        path = path.expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, the home of nobody: no path, whatever else it is
+        is_dir = is_file = False
+    if is_dir:
         return read_folder(path, name)
     if path.suffix.lower() == ".gguf":
         return _converted(path, name, cache_dir, progress)
     if name.lower() == BUNDLED_MODEL:
         return _converted(_bundled_gguf(), name, cache_dir, progress)
-    if path.is_file():
+    if is_file:
         raise ConfigError(f"{path} is not a model: give its folder, or a .gguf file")
     return read_folder(_hub_snapshot(name), name)
 

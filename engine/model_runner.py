@@ -90,7 +90,6 @@ class ModelRunner:
     def dtype_name(self) -> str:
         return str(self._dtype).removeprefix("torch.")
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[int]:
         """Compute a step. Returns one token id for each entry of `output.scheduled` that samples, in order.
 
@@ -101,6 +100,7 @@ class ModelRunner:
             self._pool.copy_blocks(output.copies)
         return self._compute(output.scheduled, self._pool)
 
+    @torch.inference_mode()
     def _compute(self, scheduled: list[ScheduledSequence], pool: KVPool) -> list[int]:
         if not scheduled:
             return []
@@ -142,17 +142,13 @@ class ModelRunner:
         """Warm up with a tiny step, then measure the largest, unless the pool's size is given."""
         config = self._config
         progress("warming up", 0.0)
-        self._dry_run(tokens=2, rows=1)
+        self._compute(*self._step_of(tokens=2, rows=1))
         activations = 0
         if config.num_blocks_override is None and config.kv_cache_memory_bytes is None:
             progress("measuring the largest step", 0.0)
-            written = 0
-
-            def largest() -> None:
-                nonlocal written
-                written = self._dry_run(tokens=self.max_num_batched_tokens, rows=config.max_num_seqs)
-
-            activations = max(0, meter.peak(largest) - written)
+            scheduled, pool = self._step_of(tokens=self.max_num_batched_tokens, rows=config.max_num_seqs)
+            activations = meter.peak(lambda: self._compute(scheduled, pool))
+            del scheduled, pool
         progress("warming up", 1.0)
         return size_pool(
             config,
@@ -165,9 +161,8 @@ class ModelRunner:
             activations=activations,
         )
 
-    @torch.inference_mode()
-    def _dry_run(self, *, tokens: int, rows: int) -> int:
-        """Compute a step of so many tokens and sampled rows on a pool of its own; returns that pool's size in bytes."""
+    def _step_of(self, *, tokens: int, rows: int) -> tuple[list[ScheduledSequence], KVPool]:
+        """A step of so many tokens and sampled rows, and a pool of its own to run it on, committed already."""
         rows = min(rows, tokens)
         params = SamplingParams(temperature=1.0, top_p=0.9)
         scheduled: list[ScheduledSequence] = []
@@ -180,8 +175,8 @@ class ModelRunner:
             tokens -= length
             blocks += needed
         pool = KVPool(self._layout(blocks), self._ops)
-        self._compute(scheduled, pool)
-        return blocks * pool.layout.bytes_per_block
+        pool.commit()
+        return scheduled, pool
 
 
 def _device(config: EngineConfig) -> str:

@@ -45,6 +45,8 @@ class LlamaModel:
         head_dim = config.size("head_dim", max(1, hidden // heads))
         if heads % kv_heads:
             raise config.error(f"{heads} heads cannot share {kv_heads} key/value heads")
+        if head_dim % 2:
+            raise config.error(f"head_dim must be even for rotary positions, got {head_dim}")
         config.one_of("hidden_act", ("silu", "swish"), "silu")
         longest = config.size("max_position_embeddings", 131072 if mistral else 2048)
         self.spec = ModelSpec(

@@ -1,0 +1,110 @@
+"""Models against transformers: the same greedy tokens in float32, however the prompt is cut and the memory paged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.loader import resolve_model
+from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduler_output import ScheduledSequence
+from tests.engine.tiny_models import CONFIGS, VOCAB, Driver, generated_by_transformers, save_model
+
+NEW_TOKENS = 12
+KERNELS = ("reference", "cpu")
+WHOLE = 1 << 20
+
+
+def _prompt(length: int) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+PROMPTS = [_prompt(length) for length in (1, 16, 33)]
+
+
+@dataclass(frozen=True)
+class Saved:
+    name: str
+    path: Path
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    path = save_model(CONFIGS[request.param](), tmp_path_factory.mktemp("model"))
+    return Saved(request.param, path, generated_by_transformers(path, PROMPTS, NEW_TOKENS))
+
+
+def make_runner(path: Path, kernels: str, **settings: Any) -> ModelRunner:
+    fields: dict[str, Any] = {
+        "model": str(path),
+        "dtype": "float32",
+        "device": "cpu",
+        "num_blocks_override": 200,
+        "threads": 1,
+    }
+    config = EngineConfig(**fields | settings)
+    return ModelRunner(config, resolve_model(config.model), kernels=kernels)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("block_size", "chunks"), [(1, [7]), (8, [WHOLE, 7]), (16, [WHOLE, 1])])
+def test_greedy_tokens_equal_transformers(saved: Saved, kernels: str, block_size: int, chunks: list[int]) -> None:
+    driver = Driver(make_runner(saved.path, kernels, block_size=block_size))
+    for chunk in chunks:
+        actual = [driver.generate(prompt, NEW_TOKENS, chunk=chunk) for prompt in PROMPTS]
+        assert actual == saved.expected, f"chunk {chunk}"
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_sequences_in_one_batch_do_not_touch_each_other(saved: Saved, kernels: str) -> None:
+    """All prompts at once, each in chunks of another size, so that steps mix prefill, chunks and decode."""
+    driver = Driver(make_runner(saved.path, kernels, block_size=8))
+    driver.runner._pool._pool.fill_(float("nan"))  # what was never written must never be read
+    greedy = SamplingParams(temperature=0.0)
+    requests = [driver.request(prompt, greedy) for prompt in PROMPTS]
+    tables = [driver.blocks(len(prompt) + NEW_TOKENS) for prompt in PROMPTS]
+    computed = [0] * len(requests)
+    while any(len(request.output_token_ids) < NEW_TOKENS for request in requests):
+        scheduled, who = [], []
+        for index, request in enumerate(requests):
+            if len(request.output_token_ids) < NEW_TOKENS:
+                count = min(3 + 2 * index, request.num_tokens - computed[index])
+                samples = computed[index] + count == request.num_tokens
+                scheduled.append(ScheduledSequence(request, computed[index], count, tables[index], samples))
+                computed[index] += count
+                who += [request] * samples
+        for request, token_id in zip(who, driver.step(*scheduled), strict=True):
+            request.output_token_ids.append(token_id)
+    assert [request.output_token_ids for request in requests] == saved.expected
+
+
+def test_logits_are_close_to_transformers(saved: Saved) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(saved.path, dtype=torch.float32).eval()
+    runner = make_runner(saved.path, "cpu")
+    captured: list[torch.Tensor] = []
+    logits = runner._model.logits
+    runner._model.logits = lambda hidden: captured.append(logits(hidden)) or captured[-1]  # type: ignore[method-assign]
+    Driver(runner).generate(PROMPTS[-1], 1)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPTS[-1]])).logits[0, -1:]
+    torch.testing.assert_close(captured[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_stays_close_to_float32(saved: Saved) -> None:
+    """Teacher-forced: the same token at most positions; text equality is not to be had in 16 bits."""
+    driver = Driver(make_runner(saved.path, "cpu", dtype="bfloat16"))
+    agreed = total = 0
+    for prompt, expected in zip(PROMPTS, saved.expected, strict=True):
+        for length in range(0, NEW_TOKENS, 4):
+            agreed += driver.generate(prompt + expected[:length], 1)[0] == expected[length]
+            total += 1
+    assert agreed >= 0.8 * total
