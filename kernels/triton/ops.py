@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from pagemill.kernels.layout import KVForm, LayerKV
-from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
+from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.ops import SampleBatch
 from pagemill.kernels.triton.attention import merge_parts_kernel, paged_attention_kernel
 from pagemill.kernels.triton.configs import (
@@ -57,7 +58,7 @@ class DenseLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class _DeviceWork:
+class DeviceWork:
     """A work list on the device, with the variant it was made for. `work` int32 [items, 8], `merge` int32 [n, 4]."""
 
     config: AttentionConfig
@@ -117,8 +118,17 @@ class TritonOps:
         _require_rows(query)
         pool_strides = _pool_strides(kv)
         group = query.shape[1] // kv.num_kv_heads
-        shape = (group, kv.num_kv_heads, kv.head_dim, kv.k.dtype, sliding_window)
-        works = meta.plan(f"triton {shape}", lambda host: self._plan(host, query.device, *shape))
+        shape: dict[str, Any] = {
+            "group": group,
+            "kv_heads": kv.num_kv_heads,
+            "head_dim": kv.head_dim,
+            "dtype": kv.k.dtype,
+            "window": sliding_window,
+        }
+        works = meta.plan(
+            f"triton {shape}",
+            lambda host: self.plan_works(host.query_start, host.seq_lens, query.device, **shape),
+        )
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         output[meta.num_tokens :].zero_()
         widen = self._interpret and query.dtype == torch.bfloat16
@@ -329,23 +339,26 @@ class TritonOps:
             num_warps=min(max(block // 512, 1), 16),
         )
 
-    def _plan(
+    def plan_works(
         self,
-        host: HostMetadata,
+        query_start: npt.NDArray[np.integer[Any]],
+        seq_lens: npt.NDArray[np.integer[Any]],
         device: torch.device,
+        *,
         group: int,
         kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         window: int,
-    ) -> list[_DeviceWork]:
+    ) -> list[DeviceWork]:
+        """The launches of one attention over a step: one for decode tiles and one for prefill tiles, where there are any."""
         facts = self._device_facts(device)
         shape: dict[str, int] = {"head_dim": head_dim, "itemsize": dtype.itemsize, "group": group}
         decode = decode_config(facts.capability, **shape)
         prefill = prefill_config(facts.capability, **shape)
         plan = plan_attention(
-            host.query_start,
-            host.seq_lens,
+            query_start,
+            seq_lens,
             group=group,
             kv_heads=kv_heads,
             decode=decode.shape,
@@ -363,7 +376,7 @@ class TritonOps:
         for config, work in lists:
             middle, end = at + work.work.size, at + work.work.size + work.merge.size
             works.append(
-                _DeviceWork(
+                DeviceWork(
                     config,
                     words[at:middle].view(work.work.shape),
                     words[middle:end].view(work.merge.shape),
@@ -400,7 +413,7 @@ INTERPRETED_DEVICE = DeviceFacts(capability=90, multiprocessors=8)
 """The device that the interpreter plays: few multiprocessors, so that short contexts are split too."""
 
 
-def sample_parameters(batch: SampleBatch) -> np.ndarray[Any, np.dtype[np.int32]]:
+def sample_parameters(batch: SampleBatch) -> npt.NDArray[np.int32]:
     """int32 [R, 8]: the rows' seeds, positions, choices and temperatures as the sampling kernels read them."""
     words = np.zeros((len(batch), PARAMETER_WORDS), dtype=np.uint32)
     position = batch.position.astype(np.int64).view(np.uint64)
