@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +130,26 @@ class _DriverWithoutDevice:
 
 def compile_kernels(capability: int, shapes: Sequence[ModelShape]) -> Iterator[CompiledKernel]:
     """Compile all kernels for the shapes and read each distinct binary once. Replaces the process's Triton driver."""
-    driver.set_active(_DriverWithoutDevice(capability))
     seen: set[str] = set()
     for shape in shapes:
-        ops = CompileOnlyOps(capability)
-        _call_all(ops, shape)
-        for compiled, options, seconds in ops.compiled:
-            if compiled.hash not in seen:
-                seen.add(compiled.hash)
-                yield _read(compiled, options, capability, shape, seconds)
+        calls = partial(call_all, shape=shape)
+        yield from compile_calls(capability, f"{shape.name}, block {shape.block_size}", calls, seen)
 
 
-def _call_all(ops: TritonOps, shape: ModelShape) -> None:
+def compile_calls(
+    capability: int, name: str, calls: Callable[[TritonOps], None], seen: set[str]
+) -> Iterator[CompiledKernel]:
+    """Compile what `calls` launches and read each binary whose hash is not `seen` yet."""
+    driver.set_active(_DriverWithoutDevice(capability))
+    ops = CompileOnlyOps(capability)
+    calls(ops)
+    for compiled, options, seconds in ops.compiled:
+        if compiled.hash not in seen:
+            seen.add(compiled.hash)
+            yield _read(compiled, options, capability, name, seconds)
+
+
+def call_all(ops: TritonOps, shape: ModelShape) -> None:
     """Every operation once, with a step of one long decode and one prefill so that all attention variants are made."""
     layout = KVLayout(
         num_blocks=2,
@@ -176,7 +185,7 @@ def _call_all(ops: TritonOps, shape: ModelShape) -> None:
     ops.sample(torch.zeros((2, shape.vocab)), SampleBatch.greedy(2))
 
 
-def _read(compiled: Any, options: dict[str, Any], capability: int, shape: ModelShape, seconds: float) -> CompiledKernel:
+def _read(compiled: Any, options: dict[str, Any], capability: int, name: str, seconds: float) -> CompiledKernel:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -190,7 +199,7 @@ def _read(compiled: Any, options: dict[str, Any], capability: int, shape: ModelS
     block_m, tile = options.get("BLOCK_M"), options.get("TILE")
     return CompiledKernel(
         capability=capability,
-        model=f"{shape.name}, block {shape.block_size}",
+        model=name,
         kernel=compiled.metadata.name.removesuffix("_kernel"),
         variant=f"{block_m}x{tile} rows x keys, {options['num_warps']} warps" if tile else "",
         registers=int(match[1]),
@@ -225,9 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagemill.kernels.build", description=__doc__.split("\n\n")[0])
     parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, help="80 90 100 (default: all)")
     parser.add_argument("--all", action="store_true", help="ten model shapes (minutes) instead of two")
+    parser.add_argument("--model", help="only shapes of this name, for example llama-3-8b")
     parser.add_argument("--json", action="store_true", help="print one JSON object per kernel")
     options = parser.parse_args(arguments)
-    shapes = ALL_SHAPES if options.all else COMMON_SHAPES
+    shapes = [s for s in (ALL_SHAPES if options.all else COMMON_SHAPES) if options.model in (None, s.name)]
+    if not shapes:
+        parser.error(f"no shape is named {options.model}")
     if not options.json:
         print(_HEADER)
     faulty = 0

@@ -351,7 +351,7 @@ class TritonOps:
         dtype: torch.dtype,
         window: int,
     ) -> list[DeviceWork]:
-        """The launches of one attention over a step: one for decode tiles and one for prefill tiles, where there are any."""
+        """The launches of a step's attention: one for decode tiles and one for prefill tiles, where there are any."""
         facts = self._device_facts(device)
         shape: dict[str, int] = {"head_dim": head_dim, "itemsize": dtype.itemsize, "group": group}
         decode = decode_config(facts.capability, **shape)

@@ -77,6 +77,11 @@ def test_a_row_draws_the_same_token_alone_and_in_a_batch(ops: Ops) -> None:
         assert ops.sample(logits[one], SampleBatch(*(field[one] for field in fields))).item() == together[row]
 
 
+def test_compiled_kernels_are_refused_where_triton_interprets() -> None:
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET unset"):
+        select_ops("cpu", override="triton")
+
+
 def test_no_rows_at_all_is_no_error(ops: Ops) -> None:
     layout = KVLayout(num_blocks=2, num_layers=1, block_size=16, num_kv_heads=2, head_dim=64, form=ops.kv_form)
     kv = layout.layer(layout.allocate(), 0)
