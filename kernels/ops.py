@@ -12,10 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
+
+_log = structlog.get_logger(__name__)
 
 BACK_ENDS = ("reference", "cpu", "triton", "interpret")
 
@@ -133,10 +136,13 @@ class Ops(Protocol):
         ...
 
 
-def select_ops(device: str, *, override: str | None = None) -> Ops:
+def select_ops(
+    device: str, *, override: str | None = None, threads: int | None = None, cache_dir: str | None = None
+) -> Ops:
     """The back end for a device ("cpu", "cuda", "cuda:1"), or the one named by `override`.
 
-    On the CPU that is numba, and plain torch where numba is not installed. Raises ValueError on an unknown name.
+    On the CPU that is numba, and plain torch where numba is not installed. threads and cache_dir (compiled kernels;
+    default ~/.cache/pagemill) are for the CPU. Raises ValueError on an unknown name.
     """
     name = override or ("cpu" if torch.device(device).type == "cpu" else "triton")
     if name == "reference":
@@ -144,9 +150,10 @@ def select_ops(device: str, *, override: str | None = None) -> Ops:
     if name == "cpu":
         try:
             from pagemill.kernels.cpu.ops import CpuOps
-        except ImportError:
+        except ImportError as error:
+            _log.warning("CPU kernels need numba; running the slow reference", error=str(error))
             return _reference()
-        return CpuOps()
+        return CpuOps(threads=threads, cache_dir=cache_dir)
     if name in ("triton", "interpret"):
         from pagemill.kernels.triton.ops import TritonOps
 

@@ -36,6 +36,7 @@ _MARGIN = np.float32(1e-6)
 _CHUNK = 256  # tokens whose noise is made at a time, four to a Philox counter
 _SPAN = 64  # tokens that share an entry in a row's list of maxima
 _MAX_HEAT = 1e30
+_INFINITE_RANK = 0x7F800000  # the place of +inf in the order of the floats; that of -inf is -_INFINITE_RANK - 1
 
 
 @helper
@@ -122,12 +123,14 @@ def _threshold(values: Any, weights: Any, wanted: float) -> Any:
     A binary search over the order of the floats: 32 passes, but of whole vectors, and ties cost nothing.
     """
     wanted = min(wanted, _weight_from(values, weights, _LOWEST))
-    rank = np.int64(-(1 << 31))
-    for bit in range(31, -1, -1):
-        higher = rank + (np.int64(1) << bit)
-        if _weight_from(values, weights, float_of_rank(higher)) >= wanted:
-            rank = higher
-    return float_of_rank(rank)
+    low, high = -_INFINITE_RANK - 1, _INFINITE_RANK + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _weight_from(values, weights, float_of_rank(middle)) >= wanted:
+            low = middle
+        else:
+            high = middle
+    return float_of_rank(low)
 
 
 @helper

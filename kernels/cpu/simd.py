@@ -81,7 +81,7 @@ def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
 
 @intrinsic
 def exp32(typingctx: Any, x: Any) -> Any:
-    """exp of a float32, about one unit in the last place, without a branch; below -87.3 it is exactly 0.
+    """exp of a float32, about one unit in the last place, without a branch; 0 below -87.3, infinite above 88.
 
     Cody-Waite reduction to [-ln 2 / 2, ln 2 / 2] and the polynomial of Cephes' expf.
     """
@@ -114,6 +114,7 @@ def exp32(typingctx: Any, x: Any) -> Any:
         exponent = builder.shl(builder.fptosi(power, _I32), ir.Constant(_I32, 23))
         result = builder.bitcast(builder.add(builder.bitcast(poly, _I32), exponent), _F32)
         result = builder.select(builder.fcmp_ordered("<", value, constant(-87.3125)), constant(0.0), result)
+        result = builder.select(builder.fcmp_ordered(">", value, constant(88.0)), constant(float("inf")), result)
         return builder.select(builder.fcmp_unordered("uno", value, value), value, result)
 
     return types.float32(x), codegen

@@ -1,4 +1,4 @@
-"""How many threads this process may use, by affinity and cgroup, and setting torch's team to that."""
+"""How many threads this process may use, by affinity and cgroup, and telling torch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def _quota() -> float | None:
 
 
 def set_threads(count: int | None = None) -> int:
-    """Give torch `count` threads (default: `available_threads()`); returns how many the kernels may use.
+    """Give torch `count` threads and return how many the kernels may use.
 
-    More than the cores this process may run on is cut down to those: spinning threads that share a core only wait.
+    The default is what torch has been told, at most `available_threads()`. More than numba started with (the cores this
+    process may run on) is cut down to those: spinning threads that share a core only wait.
     """
-    threads = min(count or available_threads(), int(numba.config.NUMBA_NUM_THREADS))
+    wanted = count or min(torch.get_num_threads(), available_threads())
+    threads = min(wanted, int(numba.config.NUMBA_NUM_THREADS))
     torch.set_num_threads(threads)
     return threads

@@ -1,0 +1,122 @@
+"""Norms, rotary embedding, activation, linear layers and block copies against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagemill.kernels.cpu.ops import CpuOps
+from tests.kernels.paged import REFERENCE, distance
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [0, 1, 3, 200]  # the last is enough work for several threads
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuOps:
+    return CpuOps()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rms_norm(cpu: CpuOps, dtype: torch.dtype, rows: int) -> None:
+    x, weight = torch.randn(rows, 576).to(dtype) * 3, torch.randn(576).to(dtype)
+    kept = x.clone()
+    assert distance(cpu.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5)) < TOLERANCE[dtype]
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"), [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
+)
+@pytest.mark.parametrize("rows", ROWS)
+def test_add_rms_norm(cpu: CpuOps, dtype: torch.dtype, residual_dtype: torch.dtype, rows: int) -> None:
+    x, residual = torch.randn(rows, 200).to(dtype), torch.randn(rows, 200).to(residual_dtype)
+    weight = torch.randn(200).to(dtype)
+    kept = residual.clone()
+    norm, total = cpu.add_rms_norm(x, residual, weight, 1e-5)
+    expected_norm, expected_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+    assert norm.dtype == dtype
+    assert total.dtype == residual_dtype
+    assert torch.equal(total, expected_total)
+    assert distance(norm, expected_norm) < TOLERANCE[dtype]
+    assert torch.equal(residual, kept)
+
+
+def test_norm_of_zeros_and_of_nan(cpu: CpuOps) -> None:
+    x = torch.zeros(3, 64)
+    x[1, 5] = float("nan")
+    norm = cpu.rms_norm(x, torch.ones(64), 1e-6)
+    assert (norm[[0, 2]] == 0).all()
+    assert norm[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("head_dim", [2, 20, 64])
+def test_rotary_embedding_of_parts_of_a_projection(cpu: CpuOps, dtype: torch.dtype, rows: int, head_dim: int) -> None:
+    projection = torch.randn(rows, 8 * head_dim).to(dtype)
+    angles = torch.rand(50, head_dim // 2) * 6.3
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    positions = torch.randint(0, 50, (rows,))
+    expected = projection.clone()
+
+    def parts(rows_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, _ = rows_of.split([4 * head_dim, 2 * head_dim, 2 * head_dim], dim=-1)
+        return query.unflatten(-1, (4, head_dim)), key.unflatten(-1, (2, head_dim))
+
+    cpu.rotary_embedding(*parts(projection), positions, cos_sin)
+    REFERENCE.rotary_embedding(*parts(expected), positions, cos_sin)
+    assert distance(projection, expected) < TOLERANCE[dtype]
+    assert torch.equal(projection[:, 6 * head_dim :], expected[:, 6 * head_dim :])  # the values are not rotated
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_silu_and_mul(cpu: CpuOps, dtype: torch.dtype, rows: int) -> None:
+    gate_up = torch.randn(rows, 2 * 150).to(dtype) * 4
+    assert distance(cpu.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up)) < TOLERANCE[dtype]
+
+
+def test_silu_at_the_ends_of_the_range(cpu: CpuOps) -> None:
+    gate = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, float("inf"), float("nan")]])
+    actual = cpu.silu_and_mul(torch.cat([gate, torch.ones_like(gate)], dim=-1))[0]
+    expected = torch.nn.functional.silu(gate)[0]
+    assert torch.allclose(actual, expected, rtol=1e-6, atol=1e-30, equal_nan=True)
+
+
+def test_bfloat16_rounds_to_nearest_even(cpu: CpuOps) -> None:
+    """Sums whose exact value lies between two bfloat16, on both sides of the middle and on it."""
+    residual = torch.arange(1, 257, dtype=torch.float32).to(torch.bfloat16).reshape(1, -1)
+    x = (residual.float() * torch.tensor([2.0**-8, 2.0**-9, 3 * 2.0**-9, 2.0**-8 * 1.01]).repeat(64)).to(torch.bfloat16)
+    _, total = cpu.add_rms_norm(x, residual, torch.ones(256, dtype=torch.bfloat16), 1e-5)
+    assert torch.equal(total, (x.float() + residual.float()).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 8, 9, 17, 96, 130])
+@pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (100, 40), (5, 3), (576, 1536), (1, 1)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(cpu: CpuOps, dtype: torch.dtype, rows: int, out_features: int, in_features: int, bias: bool) -> None:
+    x = torch.randn(rows, in_features).to(dtype)
+    weight = torch.randn(out_features, in_features).to(dtype)
+    added = torch.randn(out_features).to(dtype) if bias else None
+    prepared = cpu.prepare_linear(weight, added)
+    assert (prepared.in_features, prepared.out_features) == (in_features, out_features)
+    actual = cpu.linear(x, prepared)
+    expected = REFERENCE.linear(x, REFERENCE.prepare_linear(weight, added))
+    assert actual.shape == (rows, out_features)
+    assert actual.dtype == dtype
+    assert distance(actual, expected) < {torch.float32: 2e-6, torch.bfloat16: 5e-3}[dtype]
+
+
+def test_copy_blocks_reads_before_it_writes(cpu: CpuOps) -> None:
+    pool = torch.arange(5.0)[:, None].repeat(1, 6)
+    cpu.copy_blocks(pool, torch.tensor([[1, 2], [2, 3], [4, 1]]))
+    assert pool[:, 0].tolist() == [0.0, 4.0, 1.0, 2.0, 4.0]
+
+
+def test_other_types_are_refused_by_name(cpu: CpuOps) -> None:
+    with pytest.raises(ValueError, match="float16"):
+        cpu.rms_norm(torch.ones(2, 4, dtype=torch.float16), torch.ones(4, dtype=torch.float16), 1e-5)
