@@ -3,16 +3,31 @@ process of its own, because the interpreter is chosen when Triton is imported, a
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.loader import resolve_model
+from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.kernels.layout import KVLayout
 from pagemill.kernels.ops import Ops, SampleBatch, select_ops
 from pagemill.kernels.rng import token_bits
-from pagemill.kernels.triton.checks import ATTENTION_CASES, Check, all_checks, poisoned_scratch
+from pagemill.kernels.triton.checks import (
+    ATTENTION_CASES,
+    WILD_BLOCK_ID,
+    AttentionCase,
+    Check,
+    all_checks,
+    make_attention_step,
+    poisoned_scratch,
+)
 from pagemill.kernels.triton.ops import TritonOps, sample_parameters
 from pagemill.kernels.triton.sampling import philox_bits_kernel
+from tests.engine.tiny_models import CONFIGS, Driver, generated_by_transformers, save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
@@ -46,6 +61,20 @@ def test_the_cases_named_after_splitting_are_split(ops: Ops) -> None:
         assert any(work.num_parts for work in works) == case.name.startswith("split"), case.name
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_before_the_window_are_not_read(ops: Ops, block_size: int) -> None:
+    case = AttentionCase("before the window", (1, 20), (700, 500), block_size=block_size, window=100)
+    step = make_attention_step(case, ops, "cpu")
+    want = ops.paged_attention(step.query, step.kv, step.meta, scale=0.1, sliding_window=case.window)
+    for sequence, (queries, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        passed = (length - queries - case.window + 1) // block_size
+        dead = step.meta.block_tables[sequence, :passed]
+        step.kv.k[dead.long()] = torch.nan
+        step.kv.v[dead.long()] = torch.nan
+        dead.fill_(WILD_BLOCK_ID)
+    assert torch.equal(ops.paged_attention(step.query, step.kv, step.meta, scale=0.1, sliding_window=case.window), want)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1])
 @pytest.mark.parametrize(("position", "choice"), [(0, 0), (7, 3), (2**32 + 5, 2**31 - 1)])
 def test_noise_integers_are_those_of_the_contract(seed: int, position: int, choice: int) -> None:
@@ -75,6 +104,20 @@ def test_a_row_draws_the_same_token_alone_and_in_a_batch(ops: Ops) -> None:
         one = slice(row, row + 1)
         fields = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed, batch.position, batch.index)
         assert ops.sample(logits[one], SampleBatch(*(field[one] for field in fields))).item() == together[row]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "opt-norm-before"])
+def test_a_model_on_these_kernels_generates_what_transformers_does(tmp_path: Path, name: str) -> None:
+    """Prefill in chunks, then decode, through the engine's own runner; drawn tokens equal the reference's."""
+    folder = save_model(CONFIGS[name](), tmp_path)
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", block_size=8, num_blocks_override=20)
+    prompt = list(range(40, 59))
+    runner = ModelRunner(config, resolve_model(config.model), kernels="interpret")
+    assert [Driver(runner).generate(prompt, 5, chunk=7)] == generated_by_transformers(folder, [prompt], 5)
+    reference = ModelRunner(config, resolve_model(config.model), kernels="reference")
+    params = SamplingParams(temperature=1.1, top_p=0.95, top_k=50, min_p=0.01)
+    drawn = [Driver(each).generate(prompt, 5, params=params, seed=2**63 + 1) for each in (runner, reference)]
+    assert drawn[0] == drawn[1]
 
 
 def test_compiled_kernels_are_refused_where_triton_interprets() -> None:
