@@ -125,16 +125,16 @@ def _data(context: Any, builder: Any, array_type: Any, value: Any, element: Any)
     return builder.bitcast(data, element.as_pointer())
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_VF32, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(_VF32, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
+def splat(builder: Any, scalar: Any) -> Any:
+    """A scalar in all 16 lanes."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(_VI32, [0] * LANES))
 
 
 def _lane_mask(builder: Any, count: Any) -> Any:
     """Lanes below count."""
-    narrow_count = builder.trunc(count, _I32)
-    one = builder.insert_element(ir.Constant(_VI32, ir.Undefined), narrow_count, ir.Constant(_I32, 0))
-    counts = builder.shuffle_vector(one, ir.Constant(_VI32, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
+    counts = splat(builder, builder.trunc(count, _I32))
     return builder.icmp_signed("<", ir.Constant(_VI32, list(range(LANES))), counts)
 
 
@@ -157,7 +157,7 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return _call(builder, f"llvm.fma.v{LANES}f32", _VF32, [a, b, c])
 
 
-def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
+def pair_halves(builder: Any, words: Any) -> tuple[Any, Any]:
     """The two bfloat16 of each 32-bit word as float32: the low one, which lies first in memory, and the high one."""
     low = builder.shl(words, ir.Constant(_VI32, [16] * LANES))
     high = builder.and_(words, ir.Constant(_VI32, [0xFFFF0000] * LANES))
@@ -209,12 +209,12 @@ def make_score_tile(rows: int) -> Callable[..., Any]:
             with cgutils.for_range(builder, n) as loop:
                 place = builder.add(b_off, builder.mul(loop.index, b_stride))
                 loaded = _load(builder, builder.gep(b_data, [place]), _VI32 if packed else _VF32, mask)
-                parts = _halves(builder, loaded) if packed else (loaded,)
+                parts = pair_halves(builder, loaded) if packed else (loaded,)
                 step = builder.mul(loop.index, ir.Constant(loop.index.type, len(parts)))
                 for row in range(rows):
                     for index, part in enumerate(parts):
                         at = builder.add(starts[row], builder.add(step, ir.Constant(step.type, index)))
-                        factor = _splat(builder, builder.load(builder.gep(a_data, [at])))
+                        factor = splat(builder, builder.load(builder.gep(a_data, [at])))
                         pointer = sums[row * chains + (index if chains == 2 else 0)]
                         builder.store(_fma(builder, factor, part, builder.load(pointer)), pointer)
             for row in range(rows):
@@ -273,9 +273,9 @@ def make_value_tile(rows: int) -> Callable[..., Any]:
             with cgutils.for_range(builder, n) as loop:
                 place = builder.add(b_off, builder.mul(loop.index, b_stride))
                 loaded = _load(builder, builder.gep(b_data, [place]), _VI32 if packed else _VF32, mask)
-                parts = _halves(builder, loaded) if packed else (loaded,)
+                parts = pair_halves(builder, loaded) if packed else (loaded,)
                 for row in range(rows):
-                    factor = _splat(builder, builder.load(builder.gep(a_data, [builder.add(starts[row], loop.index)])))
+                    factor = splat(builder, builder.load(builder.gep(a_data, [builder.add(starts[row], loop.index)])))
                     for index, part in enumerate(parts):
                         pointer = sums[row * width + index]
                         builder.store(_fma(builder, factor, part, builder.load(pointer)), pointer)
