@@ -18,6 +18,7 @@ class Limits:
     block_size: int
     num_blocks: int
     default_max_tokens: int
+    max_num_seqs: int
 
 
 def resolve_max_tokens(prompt_tokens: int, params: SamplingParams, limits: Limits) -> int:
@@ -58,6 +59,13 @@ def check_request(request: Request, limits: Limits) -> None:
     """Raise the named error of a request that this engine can never serve."""
     check_prompt(request.prompt_token_ids, limits.vocab_size)
     request.params.check_vocabulary(limits.vocab_size)
+    if request.params.num_sequences > limits.max_num_seqs:
+        field = "beam_width" if request.params.uses_beams else "n"
+        raise invalid(
+            f"{field} must be at most {limits.max_num_seqs}, the sequences that run at once here, "
+            f"got {request.params.num_sequences}",
+            field,
+        )
     slots = certain_slots(request)
     blocks = -(-slots // limits.block_size)
     if blocks > limits.num_blocks:

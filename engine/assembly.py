@@ -10,6 +10,7 @@ from pagemill.engine.core import EngineCore
 from pagemill.engine.kv_cache_manager import KVCacheManager
 from pagemill.engine.loader import Progress, no_progress, resolve_model
 from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.preemption import PreemptionCost
 from pagemill.engine.scheduler import Scheduler
 from pagemill.engine.tokenizer import Tokenizer
 
@@ -54,8 +55,17 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         model_name=config.model_name,
+        num_host_blocks=runner.num_host_blocks,
+        sliding_window=spec.sliding_window or 0,
     )
-    scheduler = Scheduler(cache, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=runner.max_num_batched_tokens)
+    scheduler = Scheduler(
+        cache,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        reserve=config.admission == "reserve",
+        preemption_mode=config.preemption_mode,
+        cost=PreemptionCost(block_s=runner.measure_move_s()),
+    )
     info = EngineInfo(
         model_name=config.model_name,
         dtype=runner.dtype_name,
@@ -73,6 +83,7 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         block_size=config.block_size,
         num_blocks=cache.num_usable,
         default_max_tokens=config.default_max_tokens,
+        max_num_seqs=min(config.max_num_seqs, runner.max_num_batched_tokens),
     )
     core = EngineCore(scheduler, runner, tokenizer, info.eos_token_ids)
     return EngineParts(config, info, limits, core, tokenizer)

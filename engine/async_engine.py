@@ -34,6 +34,7 @@ class _Live:
 
     sink: Sink
     blocks: int
+    seats: int
 
 
 class AsyncEngine:
@@ -45,6 +46,7 @@ class AsyncEngine:
         self._loop = loop
         self._live: dict[str, _Live] = {}
         self._pending_blocks = 0
+        self._seats = 0
         self._room = asyncio.Event()
         self._room.set()
         self._wake = threading.Condition()
@@ -101,15 +103,16 @@ class AsyncEngine:
         return await asyncio.to_thread(work)
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Hand a prepared request to the step thread. `sink` gets its increments on the event loop, the last one with
-        a finish_reason. Raises `duplicate_id` while the id is live, `EngineDeadError` after a device failure."""
+        """Hand a prepared request to the step thread. `sink` gets its increments on the event loop, the last one
+        `final`. Raises `duplicate_id` while the id is live, `EngineDeadError` after a device failure."""
         if self._failure is not None:
             raise self._failure
         if request.request_id in self._live:
             raise RequestError("duplicate_id", f"request {request.request_id} is running already", param="id")
         blocks = -(-request.num_tokens // self.info.block_size)
-        self._live[request.request_id] = _Live(sink, blocks)
+        self._live[request.request_id] = _Live(sink, blocks, request.params.num_sequences)
         self._pending_blocks += blocks
+        self._seats += request.params.num_sequences
         self._update_room()
         self._send(request)
 
@@ -128,7 +131,7 @@ class AsyncEngine:
         if not self._live:
             return self._failure is None
         free = self._statistics.cache.pool.free - self._statistics.cache.promised_blocks
-        return self._failure is None and len(self._live) < self.config.max_num_seqs and self._pending_blocks < free
+        return self._failure is None and self._seats < self._parts.limits.max_num_seqs and self._pending_blocks < free
 
     async def wait_for_room(self) -> None:
         """Return once `has_room`. Raises `EngineDeadError` after a device failure."""
@@ -187,8 +190,7 @@ class AsyncEngine:
                     if isinstance(message, Request):
                         outputs += core.add(message)
                     else:
-                        ended = core.abort(*message)
-                        outputs += [ended] if ended is not None else []
+                        outputs += core.abort(*message)
                 if core.has_requests:
                     outputs += core.step()
                 self._post(self._deliver, outputs, core.scheduler.statistics())
@@ -214,11 +216,12 @@ class AsyncEngine:
             live = self._live.get(output.request_id)
             if live is None:
                 continue
-            if output.started or output.finish_reason is not None:
+            if output.started or output.final:
                 self._pending_blocks -= live.blocks
                 live.blocks = 0
-            if output.finish_reason is not None:
+            if output.final:
                 del self._live[output.request_id]
+                self._seats -= live.seats
             live.sink(output)
         self._update_room()
 

@@ -23,15 +23,19 @@ from pagemill.kernels.ops import SampleBatch
 class StepBatch:
     """T tokens of S sequences, of which R are sampled after.
 
-    token_ids int64 [T]; sample_rows int64 [R]: which tokens' logits are wanted; banned: (row of R, token ids) of the
-    rows that may not end yet.
+    token_ids int64 [T]; sample_rows int64 [R]: which tokens' logits are wanted, one row for each sampled sequence;
+    banned: (row of R, token ids) of the rows that may not end yet. draw_rows int64 [D]: which of the R rows each draw
+    is from, several times the same one where several choices begin; sampling: how the D draws are made. tops: (row of
+    R, count) of the rows whose likeliest tokens are wanted instead of draws.
     """
 
     token_ids: npt.NDArray[np.int64]
     meta: AttentionMetadata
     sample_rows: npt.NDArray[np.int64]
-    sampling: SampleBatch
     banned: list[tuple[int, list[int]]]
+    draw_rows: npt.NDArray[np.int64]
+    sampling: SampleBatch
+    tops: list[tuple[int, int]]
 
 
 def build_batch(
@@ -69,12 +73,20 @@ def build_batch(
     )
     samples = np.fromiter((item.samples for item in scheduled), np.bool_, count)
     sampled = [item for item in scheduled if item.samples]
+    draws = [
+        (row, item, item.request.index + seat)
+        for row, item in enumerate(sampled)
+        if not item.top
+        for seat in range(item.request.seats)
+    ]
     return StepBatch(
         token_ids=token_ids,
         meta=meta,
         sample_rows=query_start[1:][samples] - 1,
-        sampling=_sampling(sampled),
         banned=_banned(sampled, vocab_size, eos_token_ids),
+        draw_rows=np.fromiter((row for row, _, _ in draws), np.int64, len(draws)),
+        sampling=_sampling(draws),
+        tops=[(row, item.top) for row, item in enumerate(sampled) if item.top],
     )
 
 
@@ -89,17 +101,17 @@ def _block_tables(scheduled: Sequence[ScheduledSequence], lengths: npt.NDArray[n
     return tables
 
 
-def _sampling(sampled: Sequence[ScheduledSequence]) -> SampleBatch:
-    rows = len(sampled)
-    params = [item.request.params for item in sampled]
+def _sampling(draws: Sequence[tuple[int, ScheduledSequence, int]]) -> SampleBatch:
+    rows = len(draws)
+    params = [item.request.params for _, item, _ in draws]
     return SampleBatch(
         temperature=np.fromiter((each.temperature for each in params), np.float32, rows),
         top_k=np.fromiter((each.top_k for each in params), np.int32, rows),
         top_p=np.fromiter((each.top_p for each in params), np.float32, rows),
         min_p=np.fromiter((each.min_p for each in params), np.float32, rows),
-        seed=np.fromiter((item.request.seed for item in sampled), np.uint64, rows),
-        position=np.fromiter((_generated(item) for item in sampled), np.int64, rows),
-        index=np.zeros(rows, np.int32),
+        seed=np.fromiter((item.request.seed for _, item, _ in draws), np.uint64, rows),
+        position=np.fromiter((_generated(item) for _, item, _ in draws), np.int64, rows),
+        index=np.fromiter((choice for _, _, choice in draws), np.int32, rows),
     )
 
 

@@ -156,12 +156,14 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each block, given in token order. Of one sequence the tail is evicted first, since a
-        prefix serves more requests than what follows it."""
+        """Drop one reference of each block, given in token order; null blocks are passed over. Of one sequence the tail
+        is evicted first, since a prefix serves more requests than what follows it."""
         blocks = self.blocks
         for block_id in reversed(block_ids):
+            if block_id == NULL_BLOCK:
+                continue
             block = blocks[block_id]
-            assert block.ref_count > 0 and block_id != NULL_BLOCK, f"block {block_id} freed without being held"
+            assert block.ref_count > 0, f"block {block_id} freed without being held"
             block.ref_count -= 1
             if block.ref_count == 1:
                 self._shared -= 1
@@ -191,6 +193,9 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return self.blocks[block_id].ref_count == 0
 
+    def is_shared(self, block_id: int) -> bool:
+        return self.blocks[block_id].ref_count > 1
+
     def forget_cached(self) -> int:
         """Drop every cached content; held blocks stay held. Returns how many hashes were forgotten."""
         forgotten = len(self._by_hash)
@@ -211,9 +216,10 @@ class BlockPool:
         )
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert the pool's invariants, given every list of block ids that holds references. O(total blocks)."""
+        """Assert the pool's invariants, given every list of block ids that holds references (null blocks aside).
+        O(total blocks)."""
         held = Counter(block_id for block_ids in holders for block_id in block_ids)
-        assert held[NULL_BLOCK] == 0, "a sequence holds the null block"
+        del held[NULL_BLOCK]
         for block in self.blocks:
             assert block.ref_count == held[block.block_id], (
                 f"block {block.block_id} has {block.ref_count} references but is held {held[block.block_id]} times"

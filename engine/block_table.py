@@ -17,3 +17,7 @@ class BlockTable:
     def slot(self, position: int, block_size: int) -> int:
         """Where the token at `position` lies in the pool, counted in tokens from its start."""
         return self.block_ids[position // block_size] * block_size + position % block_size
+
+    def fork(self) -> BlockTable:
+        """A table of the same blocks; who counts their references adds one to each."""
+        return BlockTable(list(self.block_ids))

@@ -10,6 +10,8 @@ from pagemill.engine.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
+Admission = Literal["optimistic", "reserve"]
 
 
 def _setting(default: Any, help_text: str) -> Any:
@@ -36,6 +38,16 @@ class EngineConfig:
     max_model_len: int | None = _setting(None, "longest prompt + output in tokens; default: the model's own")
     max_num_seqs: int = _setting(128, "sequences that run at once at most")
     max_num_batched_tokens: int | None = _setting(None, "token budget of a step; default 512 on the CPU, 4096 on CUDA")
+    swap_space: float | None = _setting(
+        None, "host memory in GiB for the blocks of preempted requests; default 4 on CUDA, none on the CPU"
+    )
+    preemption_mode: PreemptionMode = _setting(
+        "auto", "what happens to a preempted request's blocks: recompute, swap, or auto (whichever costs less)"
+    )
+    admission: Admission = _setting(
+        "optimistic",
+        "optimistic: a request starts when its prompt fits; reserve: when all it may need does (no preemption)",
+    )
     enable_prefix_caching: bool = _setting(True, "keep the blocks of finished requests and share common prefixes")
     default_max_tokens: int = _setting(1024, "max_tokens of a request that does not say")
     skip_tokenizer_init: bool = _setting(False, "serve token ids only, without a tokenizer")
@@ -45,6 +57,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
+        _one_of("admission", self.admission, ("optimistic", "reserve"))
+        if self.swap_space is not None and not 0 <= self.swap_space <= 2**20:
+            raise ConfigError(f"swap_space must be in [0, {2**20}] GiB, got {self.swap_space}")
         _within("block_size", self.block_size, 1, 256)
         _within("max_num_seqs", self.max_num_seqs, 1, 65536)
         _within("default_max_tokens", self.default_max_tokens, 1, 2**31 - 1)

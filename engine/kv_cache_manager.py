@@ -1,18 +1,25 @@
-"""Blocks for requests: prefix hits, growth, promises, and giving everything back.
+"""Blocks for requests: prefix hits, growth, forks, promises, swapping, and giving everything back.
 
 Beside the pool this keeps two accounts. *Promises*: blocks that a running request will need for certain (the rest of
-its prompt; all of it when it is protected) are kept back for it, so that two half-loaded prompts cannot lock each
+its prompt; all of it when it is reserved) are kept back for it, so that two half-loaded prompts cannot lock each
 other out. *The step fence*: blocks let go while a step is in flight may still be written by it, so they are handed out
 only after `end_step`.
+
+Sharing. A fork holds the same blocks as its origin. A full block is never written again, so only the last, partly
+filled one can be written by several: whoever writes first while others hold it gets a copy (copy-on-write). The copy
+is told to the runner as data, with swaps in one ordered list, since a block may be let go, handed out again and
+written within one decision; the runner makes the moves in that order before it computes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagemill.engine.block_pool import BlockPool, PoolStatistics
+from pagemill.engine.block_pool import NULL_BLOCK, BlockPool, PoolStatistics
+from pagemill.engine.host_pool import HostPool
 from pagemill.engine.prefix_cache import AnnouncedBlocks, block_hash, root_hash
 from pagemill.engine.request import Request
+from pagemill.engine.scheduler_output import BlockMove
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +35,10 @@ class PrefixMatch:
 class CacheStatistics:
     """The pool's state and the prefix cache's record so far.
 
-    `queried_tokens`, `hit_tokens`: prompt tokens of admitted requests, and those found in the cache. `wasted_slots`:
-    allocated slots that hold no token now. `waste_percent`: share of allocated slots that were empty, mean over steps.
+    `queried_tokens`, `hit_tokens`: prompt tokens of admitted requests, and those found in the cache. The rest missed,
+    by cause: `missed_new`, never seen (or under another salt); `missed_evicted`, known once and evicted since;
+    `missed_partial`, in the last block, which is never shared. `wasted_slots`: allocated slots that hold no token now.
+    `waste_percent`: share of allocated slots that were empty, mean over steps. `copied_blocks`: copies on write.
     """
 
     pool: PoolStatistics
@@ -39,18 +48,37 @@ class CacheStatistics:
     waste_percent: float
     queried_tokens: int
     hit_tokens: int
+    missed_new: int
+    missed_evicted: int
+    missed_partial: int
+    copied_blocks: int
+    host_blocks: int
+    host_blocks_used: int
+    peak_used: int
 
 
 class KVCacheManager:
-    """Owner of the block pool. All sizes in tokens unless the name says blocks."""
+    """Owner of the block pool. All sizes in tokens unless the name says blocks.
+
+    `sliding_window`: a model that sees only so many tokens back; blocks behind it are let go. 0: it sees all.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, model_name: str = ""
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        model_name: str = "",
+        num_host_blocks: int = 0,
+        sliding_window: int = 0,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
+        self.host = HostPool(num_host_blocks)
         self._caching = enable_prefix_caching
         self._model_name = model_name
+        self._window = sliding_window
         self._announced = AnnouncedBlocks()
         self._promised = 0
         self._in_flight = False
@@ -60,6 +88,9 @@ class KVCacheManager:
         self._allocated_sum = 0
         self._queried = 0
         self._hit = 0
+        self._missed = MissCounter()
+        self._copied = 0
+        self._peak_used = 0
 
     # -- capacity ------------------------------------------------------------------------------------------------
 
@@ -86,12 +117,12 @@ class KVCacheManager:
         names = self._names(request, limit)
         found: list[int] = []
         published = 0
-        for name in names[:limit]:
-            block_id = self.pool.lookup(name)
+        for index in range(limit):
+            block_id = self.pool.lookup(names[index])
             if block_id is not None:
                 published += published == len(found)
             else:
-                announcement = self._announced.get(name)
+                announcement = self._announced.get(names[index])
                 if announcement is None:
                     break
                 if announcement.block_id is None:
@@ -112,8 +143,7 @@ class KVCacheManager:
         request.block_table.block_ids = list(match.block_ids)
         request.num_computed_tokens = len(match.block_ids) * self.block_size
         request.num_published_blocks = match.num_published
-        request.promised_blocks = max(0, promise_blocks - len(match.block_ids))
-        self._promised += request.promised_blocks
+        self._promise(request, max(0, promise_blocks - len(match.block_ids)))
         if self._caching:
             request.num_announced_blocks = request.num_tokens // self.block_size
             names = self._names(request, request.num_announced_blocks)
@@ -124,20 +154,36 @@ class KVCacheManager:
         """Enter the request's first admission into the prefix cache's record."""
         self._queried += request.num_tokens
         self._hit += request.num_computed_tokens
+        missed = request.num_tokens - request.num_computed_tokens
+        partial = min(missed, (request.num_tokens - 1) % self.block_size + 1)
+        names = request.block_hashes[request.num_computed_tokens // self.block_size :]
+        self._missed.count(names, (missed - partial) // self.block_size, self.block_size, partial)
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make the table cover `num_tokens`, out of the promise first. False, and nothing changed, if it cannot."""
+    def grow(self, request: Request, num_tokens: int, moves: list[BlockMove]) -> bool:
+        """Make the table cover `num_tokens` with a last block of its own, out of the promise first.
+
+        A copy that this takes is added to `moves`. False, and nothing changed, if there are not enough blocks.
+        """
         table = request.block_table.block_ids
         need = self.blocks_for(num_tokens) - len(table)
-        if need <= 0:
+        last, filled = divmod(request.num_computed_tokens, self.block_size)
+        copies = bool(filled) and self.pool.is_shared(table[last])
+        if need <= 0 and not copies:
             return True
+        need = max(0, need) + copies
         promised = min(need, request.promised_blocks)
         if need - promised > self.num_available:
             return False
-        table.extend(self.pool.allocate(need))
-        request.promised_blocks -= promised
-        self._promised -= promised
-        self._used_slots_missing += need * self.block_size
+        taken = self.pool.allocate(need)
+        self._promise(request, request.promised_blocks - promised)
+        if copies:
+            target = taken.pop()
+            moves.append(BlockMove("copy", table[last], target))
+            self.pool.free([table[last]])
+            table[last] = target
+            self._copied += 1
+        table.extend(taken)
+        self._used_slots_missing += len(taken) * self.block_size
         return True
 
     def schedule(self, request: Request, num_tokens: int) -> None:
@@ -150,40 +196,96 @@ class KVCacheManager:
             self._announced.schedule(request.block_hashes[index], request, table[index])
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """`num_tokens` more are computed: publish the blocks that became full."""
+        """`num_tokens` more are computed: publish the blocks that became full, let go of those out of sight."""
         request.num_computed_tokens += num_tokens
         self._used_slots_missing -= num_tokens
-        if not self._caching:
-            return
         full = request.num_computed_tokens // self.block_size
-        if full == request.num_published_blocks:
-            return
-        table = request.block_table.block_ids
-        names = self._names(request, full)
-        for index in range(request.num_published_blocks, full):
-            self.pool.cache(table[index], names[index])
-            self._announced.withdraw(names[index], request)
-        request.num_published_blocks = full
+        if self._caching and full > request.num_published_blocks:
+            table = request.block_table.block_ids
+            names = self._names(request, full)
+            for index in range(request.num_published_blocks, full):
+                self.pool.cache(table[index], names[index])
+                self._announced.withdraw(names[index], request)
+            request.num_published_blocks = full
+        if self._window:
+            self._forget_unseen(request)
+
+    def fork(self, origin: Request, fork: Request, promise_blocks: int) -> None:
+        """Give `fork` the blocks and progress of `origin`, and a promise taken out of the origin's where it lasts."""
+        self.pool.touch([b for b in origin.block_table.block_ids if b != NULL_BLOCK])
+        fork.block_table = origin.block_table.fork()
+        fork.num_computed_tokens = origin.num_computed_tokens
+        fork.num_published_blocks = origin.num_published_blocks
+        fork.block_hashes = origin.block_hashes[: origin.num_published_blocks]
+        self._used_slots_missing += len(fork.block_table) * self.block_size - fork.num_computed_tokens
+        handed = min(promise_blocks, origin.promised_blocks)
+        self._promise(origin, origin.promised_blocks - handed)
+        self._promise(fork, promise_blocks)
+        assert self.num_available >= 0, "a fork was promised more than there is"
+
+    def promise(self, request: Request, blocks: int) -> None:
+        """Keep exactly `blocks` back for the request from now on."""
+        self._promise(request, blocks)
+        assert self.num_available >= 0, "more was promised than there is"
 
     def free(self, request: Request) -> None:
-        """Give back all blocks and promises; the request has nothing computed afterwards. No-op without blocks."""
+        """Give back all blocks, host blocks and promises; nothing is computed afterwards. No-op without blocks."""
         table = request.block_table.block_ids
         for name in request.block_hashes[request.num_published_blocks : request.num_announced_blocks]:
             self._announced.withdraw(name, request)
-        self._used_slots_missing -= len(table) * self.block_size - request.num_computed_tokens
-        self._promised -= request.promised_blocks
+        self._used_slots_missing -= len(table) * self.block_size - request.num_computed_tokens if table else 0
+        self._promise(request, 0)
+        self.host.free(request.host_blocks)
+        request.host_blocks = []
         if self._in_flight:
             self._fence.append(table)
         else:
             self.pool.free(table)
         request.block_table.block_ids = []
-        request.promised_blocks = request.num_computed_tokens = 0
+        request.num_computed_tokens = 0
         request.num_published_blocks = request.num_announced_blocks = 0
+
+    # -- swapping ------------------------------------------------------------------------------------------------
+
+    def can_swap_out(self, request: Request) -> bool:
+        """Whether the host pool has room for everything the request has computed."""
+        return 0 < self.blocks_for(request.num_computed_tokens) <= self.host.num_free
+
+    def swap_out(self, request: Request, moves: list[BlockMove]) -> None:
+        """Move the request's computed blocks to the host pool and give its blocks and promises back."""
+        assert not self._in_flight
+        computed = request.num_computed_tokens
+        table = request.block_table.block_ids
+        source = [block_id for block_id in table[: self.blocks_for(computed)] if block_id != NULL_BLOCK]
+        host_blocks = self.host.allocate(len(source))
+        moves += [BlockMove("out", block_id, host) for block_id, host in zip(source, host_blocks, strict=True)]
+        self.free(request)
+        request.host_blocks = host_blocks
+        request.num_lost_tokens = computed
+        request.num_swapped_blocks += len(host_blocks)
+
+    def swap_in(self, request: Request, promise_blocks: int, moves: list[BlockMove]) -> None:
+        """Bring a swapped-out request back to where it was. `can_start` with an empty match has been asked."""
+        assert request.host_blocks and not request.block_table.block_ids
+        host_blocks = request.host_blocks
+        unseen = self.blocks_for(request.num_lost_tokens) - len(host_blocks)
+        taken = self.pool.allocate(len(host_blocks))
+        moves += [BlockMove("in", host, block_id) for host, block_id in zip(host_blocks, taken, strict=True)]
+        self.host.free(host_blocks)
+        request.host_blocks = []
+        request.block_table.block_ids = [NULL_BLOCK] * unseen + taken
+        request.num_computed_tokens = request.num_lost_tokens
+        request.num_lost_tokens = 0
+        # What lies behind the window has no block to publish any more.
+        request.num_published_blocks = unseen
+        self._used_slots_missing += len(request.block_table) * self.block_size - request.num_computed_tokens
+        self._promise(request, max(0, promise_blocks - len(request.block_table)))
 
     # -- the step fence ------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         self._in_flight = True
+        self._peak_used = max(self._peak_used, self.pool.num_used)
 
     def end_step(self) -> None:
         """The step has written its keys and values: fenced blocks are free."""
@@ -205,19 +307,43 @@ class KVCacheManager:
             waste_percent=100.0 * self._waste_sum / self._allocated_sum if self._allocated_sum else 0.0,
             queried_tokens=self._queried,
             hit_tokens=self._hit,
+            missed_new=self._missed.new,
+            missed_evicted=self._missed.evicted,
+            missed_partial=self._missed.partial,
+            copied_blocks=self._copied,
+            host_blocks=self.host.total,
+            host_blocks_used=self.host.total - self.host.num_free,
+            peak_used=self._peak_used,
         )
 
     def check(self, requests: list[Request]) -> None:
-        """Assert that pool, promises, announcements and waste agree with the live requests."""
+        """Assert that pools, promises, announcements and waste agree with the live requests."""
         self.pool.check([request.block_table.block_ids for request in requests] + self._fence)
+        self.host.check(request.host_blocks for request in requests)
         assert self._promised == sum(request.promised_blocks for request in requests), "promises do not add up"
         assert 0 <= self._promised <= self.pool.num_free, "more blocks are promised than free"
-        missing = sum(len(r.block_table) * self.block_size - r.num_computed_tokens for r in requests)
+        running = [request for request in requests if request.block_table.block_ids]
+        missing = sum(len(r.block_table) * self.block_size - r.num_computed_tokens for r in running)
         assert self._used_slots_missing == missing, "wasted slots do not add up"
         assert len(self._announced) == 0 or requests, "an announcement outlived its request"
 
     def forget_cached(self) -> int:
         return self.pool.forget_cached()
+
+    def _promise(self, request: Request, blocks: int) -> None:
+        self._promised += blocks - request.promised_blocks
+        request.promised_blocks = blocks
+
+    def _forget_unseen(self, request: Request) -> None:
+        """Let go of blocks that no coming token sees: the next one, at position p, sees p - window + 1 and later."""
+        table = request.block_table.block_ids
+        index = max(0, request.num_computed_tokens - self._window + 1) // self.block_size - 1
+        unseen = []
+        while index >= 0 and table[index] != NULL_BLOCK:
+            unseen.append(table[index])
+            table[index] = NULL_BLOCK
+            index -= 1
+        self.pool.free(unseen[::-1])
 
     def _names(self, request: Request, count: int) -> list[bytes]:
         """The request's chain of block names, extended to `count` full blocks."""
@@ -229,3 +355,27 @@ class KVCacheManager:
                 parent = block_hash(parent, request.tokens(index * size, (index + 1) * size))
                 names.append(parent)
         return names
+
+
+class MissCounter:
+    """Tokens that the prefix cache did not have, by cause. It remembers a bounded number of the names asked for."""
+
+    REMEMBERED = 200_000
+
+    def __init__(self) -> None:
+        self.new = 0
+        self.evicted = 0
+        self.partial = 0
+        self._seen: dict[bytes, None] = {}
+
+    def count(self, missed: list[bytes], num_full: int, block_size: int, partial: int) -> None:
+        """`missed`: names of the blocks that were not found; the first `num_full` of them are full blocks."""
+        self.partial += partial
+        for name in missed[:num_full]:
+            if name in self._seen:
+                self.evicted += block_size
+            else:
+                self.new += block_size
+                self._seen[name] = None
+                if len(self._seen) > self.REMEMBERED:
+                    del self._seen[next(iter(self._seen))]

@@ -127,7 +127,7 @@ def _empty(request: Request, prompt: Prompt) -> RequestOutput:
         request_id=request.request_id,
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=[CompletionOutput(index=0, text="", token_ids=[])],
+        outputs=[CompletionOutput(index, text="", token_ids=[]) for index in range(request.params.n)],
         finished=False,
     )
 
@@ -139,6 +139,8 @@ def _fold(output: RequestOutput, increment: SequenceOutput) -> None:
     if increment.finish_reason is not None:
         choice.finish_reason = increment.finish_reason
         choice.stop_reason = increment.stop_reason
+        choice.cumulative_logprob = increment.cumulative_logprob
+    if increment.final:
         output.finished = True
         output.error = increment.error
         output.metrics = increment.metrics

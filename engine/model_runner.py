@@ -6,10 +6,12 @@ asked nowhere else.
 
 from __future__ import annotations
 
+import time
+
 import structlog
 import torch
 
-from pagemill.engine.batch import build_batch
+from pagemill.engine.batch import StepBatch, build_batch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.kv_pool import KVPool
@@ -21,7 +23,7 @@ from pagemill.engine.models.base import Loading
 from pagemill.engine.models.spec import ModelSpec
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler_output import ScheduledSequence, SchedulerOutput
+from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence, SchedulerOutput, StepResult
 from pagemill.engine.weights import Checkpoint
 from pagemill.kernels.layout import KVLayout
 from pagemill.kernels.ops import select_ops
@@ -63,7 +65,8 @@ class ModelRunner:
         del checkpoint, loading
         weights = meter.held() - before
         self.budget = self._size_pool(meter, weights, progress)
-        self._pool = KVPool(self._layout(self.budget.num_blocks), self._ops)
+        self.num_host_blocks = self._host_blocks()
+        self._pool = KVPool(self._layout(self.budget.num_blocks), self._ops, self.num_host_blocks)
         _log.info("memory budget", **self.budget.to_dict())
 
     @property
@@ -90,20 +93,25 @@ class ModelRunner:
     def dtype_name(self) -> str:
         return str(self._dtype).removeprefix("torch.")
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
-        """Compute a step. Returns one token id for each entry of `output.scheduled` that samples, in order.
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Make the step's block moves in order, then compute it.
 
-        -1 stands for a row whose logits were not usable (NaN); its neighbours are not concerned. An exception means
-        that the device failed.
+        A row whose logits were not usable (NaN) samples -1; its neighbours are not concerned. An exception means that
+        the device failed.
         """
-        if output.copies:
-            self._pool.copy_blocks(output.copies)
-        return self._compute(output.scheduled, self._pool)
+        copy_s = 0.0
+        if output.moves:
+            before = time.perf_counter()
+            self._pool.move_blocks(output.moves)
+            copy_s = time.perf_counter() - before
+        result = self._compute(output.scheduled, self._pool)
+        result.copy_s = copy_s
+        return result
 
     @torch.inference_mode()
-    def _compute(self, scheduled: list[ScheduledSequence], pool: KVPool) -> list[int]:
+    def _compute(self, scheduled: list[ScheduledSequence], pool: KVPool) -> StepResult:
         if not scheduled:
-            return []
+            return StepResult()
         batch = build_batch(
             scheduled,
             block_size=pool.layout.block_size,
@@ -115,12 +123,28 @@ class ModelRunner:
         rows = torch.from_numpy(batch.sample_rows).to(self.device, non_blocking=True)
         hidden = self._model.forward(token_ids, batch.meta, pool.layers, rows)
         if not len(rows):
-            return []
+            return StepResult()
         logits = self._model.logits(hidden)
         for row, banned in batch.banned:
             logits[row, banned] = -torch.inf
-        sampled: list[int] = self._ops.sample(logits, batch.sampling).tolist()
-        return sampled
+        return self._sample(logits, batch)
+
+    def _sample(self, logits: torch.Tensor, batch: StepBatch) -> StepResult:
+        """Draw what is to be drawn from each row of logits float32 [R, V], and list the likeliest where asked."""
+        count = len(batch.sample_rows)
+        tokens: list[list[int]] = [[] for _ in range(count)]
+        logprobs: list[list[float] | None] = [None] * count
+        if len(batch.draw_rows):
+            same = len(batch.draw_rows) == count and not batch.tops
+            rows = logits if same else logits[torch.from_numpy(batch.draw_rows).to(self.device)]
+            drawn = self._ops.sample(rows, batch.sampling).tolist()
+            for row, token_id in zip(batch.draw_rows.tolist(), drawn, strict=True):
+                tokens[row].append(token_id)
+        for row, top in batch.tops:
+            values, ids = torch.log_softmax(logits[row], dim=-1).topk(min(top, logits.shape[-1]))
+            usable = bool(torch.isfinite(values[0]))
+            tokens[row], logprobs[row] = ids.tolist() if usable else [-1], values.tolist()
+        return StepResult(tokens, logprobs)
 
     def _layout(self, num_blocks: int) -> KVLayout:
         spec = self.spec
@@ -160,6 +184,25 @@ class ModelRunner:
             held=meter.held(),
             activations=activations,
         )
+
+    def _host_blocks(self) -> int:
+        """Blocks of the host pool. On the CPU the pool lies in host memory already: swapping is for those who ask."""
+        gib = self._config.swap_space
+        if gib is None:
+            gib = 4.0 if self.device == "cuda" else 0.0
+        return int(gib * 2**30) // self._layout(1).bytes_per_block
+
+    def measure_move_s(self) -> float | None:
+        """Seconds to move one block out to the host, measured on blocks that nobody holds yet; None without a host
+        pool."""
+        count = min(self.num_host_blocks, self.num_blocks - 1, 32)
+        if count < 1:
+            return None
+        moves = [BlockMove("out", block_id, block_id - 1) for block_id in range(1, count + 1)]
+        self._pool.move_blocks(moves)  # the first time commits the memory
+        before = time.perf_counter()
+        self._pool.move_blocks(moves)
+        return (time.perf_counter() - before) / count
 
     def _step_of(self, *, tokens: int, rows: int) -> tuple[list[ScheduledSequence], KVPool]:
         """A step of so many tokens and sampled rows, and a pool of its own to run it on, committed already."""

@@ -41,8 +41,9 @@ class SequenceOutput:
 
     `offset`: tokens generated before this increment; `text_offset`: characters of final text before it. `text` never
     holds half a character, nor a character that a stop string may still take back. `started` is set on the first
-    increment after the request entered the batch (it may carry no token). The last increment has a `finish_reason`,
-    and `metrics`; with "error" also `error`.
+    increment after the request entered the batch (it may carry no token). The last increment of a choice has a
+    `finish_reason`; the last of the request is `final` and has `metrics`, and with "error" also `error`.
+    `cumulative_logprob`: of a finished beam.
     """
 
     request_id: str
@@ -54,6 +55,8 @@ class SequenceOutput:
     started: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    final: bool = False
     error: RequestError | None = None
     metrics: RequestMetrics | None = None
 

@@ -1,4 +1,8 @@
-"""Which running request gives way when the pool is full."""
+"""Which running request gives way when the pool is full, and whether its blocks are kept on the host or computed again.
+
+Swapping moves bytes out and back in; recomputing pays the model for every token once more. Which is cheaper depends on
+the machine and on the request, so both rates are measured where the engine runs and compared for each victim.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,16 @@ from pagemill.engine.request import Request
 MAX_PREEMPTIONS = 3
 
 
-def is_protected(request: Request) -> bool:
-    """Preempted often enough: from now on it is admitted only with its whole need promised, and never gives way."""
-    return request.num_preemptions >= MAX_PREEMPTIONS
-
-
 def choose_victim(running: Iterable[Request], last_victim: Request | None) -> Request | None:
     """The request that loses least: of the lowest class the one with the fewest computed tokens, the latest arrival
-    among equals. The last victim is spared while there is another; protected requests never give way.
+    among equals. The last victim is spared while there is another; reserved requests never give way.
 
     Rejected: the last admitted whatever its progress. Choosing the least computed alone cuts the recomputed tokens by
     a quarter to two fifths in vLLM's own measurements (its pull request 53723).
     """
     best: Request | None = None
     for request in running:
-        if is_protected(request):
+        if request.is_reserved:
             continue
         if best is None or _loss(request, last_victim) <= _loss(best, last_victim):
             best = request
@@ -32,3 +31,30 @@ def choose_victim(running: Iterable[Request], last_victim: Request | None) -> Re
 
 def _loss(request: Request, last_victim: Request | None) -> tuple[bool, int, int]:
     return (request is last_victim, -request.priority, request.num_computed_tokens)
+
+
+class PreemptionCost:
+    """Measured rates: seconds to compute a prompt token, seconds to move a block one way. None: not seen yet."""
+
+    SMOOTHING = 0.2
+
+    def __init__(self, block_s: float | None = None) -> None:
+        self.token_s: float | None = None
+        self.block_s = block_s
+
+    def observe_tokens(self, tokens: int, seconds: float) -> None:
+        """A step computed so many tokens. Steps of few tokens say what a step costs, not what a token does."""
+        self.token_s = self._smooth(self.token_s, seconds / tokens)
+
+    def observe_moves(self, blocks: int, seconds: float) -> None:
+        self.block_s = self._smooth(self.block_s, seconds / blocks)
+
+    def prefers_swap(self, tokens: int, blocks: int) -> bool:
+        """Whether moving `blocks` out and back costs less than computing `tokens` again. Swap where it is not known:
+        the first one measures it."""
+        if self.token_s is None or self.block_s is None:
+            return True
+        return 2 * blocks * self.block_s < tokens * self.token_s
+
+    def _smooth(self, old: float | None, new: float) -> float:
+        return new if old is None else old + self.SMOOTHING * (new - old)

@@ -12,17 +12,19 @@ from pagemill.engine.sampling_params import SamplingParams
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
-    PREEMPTED = enum.auto()
+    PREEMPTED = enum.auto()  # its blocks are gone; it will be computed again
+    SWAPPED = enum.auto()  # its blocks lie in the host pool
     FINISHED = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to generate.
+    """One sequence to generate: a request of one choice, or one choice (or beam) of several with the same id.
 
     `prompt_token_ids` never changes; `output_token_ids` grows, and starts non-empty when a request is resumed from
     what another engine has already published. `num_computed_tokens` tokens of prompt + output have their keys and
-    values in the blocks of `block_table`.
+    values in the blocks of `block_table`. The first of several choices computes the prompt for all of them: until it is
+    forked it takes `seats` places in the batch.
     """
 
     request_id: str
@@ -33,6 +35,10 @@ class Request:
     tenant: str = "default"
     cache_salt: str = ""
     priority: int = 1
+    index: int = 0
+    seats: int = 1
+    top: int = 0  # likeliest next tokens wanted of each step, instead of a draw
+    is_reserved: bool = False  # runs with its whole need promised, so it never gives way
     output_token_ids: list[int] = field(default_factory=list)
 
     status: RequestStatus = RequestStatus.WAITING
@@ -44,9 +50,11 @@ class Request:
     num_published_blocks: int = 0  # leading blocks of the table that the prefix cache knows
     num_announced_blocks: int = 0  # leading blocks whose names were announced while being computed
     promised_blocks: int = 0  # blocks that the pool keeps back for it
+    host_blocks: list[int] = field(default_factory=list)  # where its blocks lie while it is swapped out
 
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_swapped_blocks: int = 0
     num_lost_tokens: int = 0  # computed before the last preemption; what of it is not found again is recomputed
     preempted_ms: float = 0.0
     preempted_at: float | None = None

@@ -11,10 +11,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pagemill.engine.errors import invalid
 
+MAX_CHOICES = 64
+MAX_BEAMS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 128
@@ -78,6 +80,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 class SamplingParams:
     """Decoding parameters of one request. Raises `RequestError("invalid_request")`, naming the field, on a bad value.
 
+    n: choices to generate; their prompt is computed and stored once.
     temperature: 0 is greedy; otherwise logits are divided by it.
     top_k: keep the k most likely tokens (0 or -1: all). top_p: the smallest set with this probability. min_p: drop
         tokens less likely than this share of the likeliest one.
@@ -86,8 +89,13 @@ class SamplingParams:
     min_tokens: no end-of-sequence and no stop before this many tokens.
     stop: strings that end the text; they are not part of it unless include_stop_str_in_output.
     stop_token_ids: token ids that end the text. ignore_eos: the model's end-of-sequence does not end it.
+    beam_width: more than 1 searches with so many beams and returns the best n; nothing is drawn then, so temperature
+        may only be 0 or 1 and top_k, top_p, min_p are off. length_penalty: exponent of the length by which a beam's
+        log-probability is divided. early_stopping: true stops at beam_width finished beams, false when no running beam
+        looks better than them, "never" when none can become better (the three rules of transformers).
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -100,9 +108,15 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         fixed: dict[str, Any] = {
+            "n": _integer("n", self.n, 1, MAX_CHOICES),
+            "beam_width": _integer("beam_width", self.beam_width, 1, MAX_BEAMS),
+            "length_penalty": _number("length_penalty", self.length_penalty, -10.0, 10.0),
             "temperature": _number("temperature", self.temperature, 0.0, 100.0),
             "top_p": _number("top_p", self.top_p, 0.0, 1.0, low_open=True),
             "min_p": _number("min_p", self.min_p, 0.0, 1.0),
@@ -123,6 +137,20 @@ class SamplingParams:
             _boolean(name, getattr(self, name))
         for name, value in fixed.items():
             object.__setattr__(self, name, value)
+        if self.early_stopping != "never":
+            _boolean("early_stopping", self.early_stopping)
+        if self.beam_width > 1:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        """Raise for what means nothing, or something else, in a beam search."""
+        if self.n > self.beam_width:
+            raise invalid(f"n must be at most beam_width ({self.beam_width}), got {self.n}", "n")
+        if self.temperature not in (0.0, 1.0):
+            raise invalid(f"temperature must be 0 or 1 with beam_width, got {self.temperature:g}", "temperature")
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("stop", ()), ("min_tokens", 0)):
+            if getattr(self, name) != off:
+                raise invalid(f"{name} cannot be combined with beam_width", name)
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> SamplingParams:
@@ -131,6 +159,15 @@ class SamplingParams:
         if unknown:
             raise invalid(f"unknown field {unknown[0]!r}", unknown[0])
         return cls(**{name: value for name, value in fields.items() if value is not None})
+
+    @property
+    def uses_beams(self) -> bool:
+        return self.beam_width > 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run at once for the request."""
+        return self.beam_width if self.beam_width > 1 else self.n
 
     @property
     def is_greedy(self) -> bool:

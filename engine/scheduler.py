@@ -14,7 +14,8 @@ Invariants:
   * arrivals are served in order: nobody overtakes the first that does not fit. The one exception is a request whose
     prefix is being computed by a running one: it waits for those blocks, others may pass;
   * only decodes preempt, before anything of the step is decided, and a step that preempts admits nobody;
-  * a request is preempted at most `MAX_PREEMPTIONS` times, then it runs with its whole need promised.
+  * a request is preempted at most `MAX_PREEMPTIONS` times, then it runs *reserved*: with its whole need promised, so
+    that it never gives way. Beams always do, and everybody with `reserve` (then nobody is ever preempted).
 
 Rejected: prefill first (a burst of prompts stalls every decode); a separate prefill queue with its own batches (two
 phases again); admitting by chunk (two half-loaded prompts can wait for each other for ever).
@@ -29,8 +30,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from pagemill.engine.kv_cache_manager import CacheStatistics, KVCacheManager
-from pagemill.engine.preemption import choose_victim, is_protected
+from pagemill.engine import preemption
+from pagemill.engine.config import PreemptionMode
+from pagemill.engine.kv_cache_manager import CacheStatistics, KVCacheManager, PrefixMatch
+from pagemill.engine.preemption import PreemptionCost, choose_victim
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 
@@ -40,7 +43,7 @@ PASSED_OVER = 64  # waiting requests looked at behind one that waits for its pre
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """State and record of the scheduler: requests by state now, and counts since the start."""
+    """State and record of the scheduler: sequences by state now, and counts since the start."""
 
     running: int
     waiting: int
@@ -48,7 +51,9 @@ class SchedulerStatistics:
     steps: int
     scheduled_tokens: int
     preemptions: int
+    swap_preemptions: int
     recomputed_tokens: int
+    swapped_blocks: int
     peak_running: int
     cache: CacheStatistics
 
@@ -62,21 +67,30 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        reserve: bool = False,
+        preemption_mode: PreemptionMode = "auto",
+        cost: PreemptionCost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
+        self.cost = cost or PreemptionCost()
+        self._reserve = reserve
+        self._mode: PreemptionMode = preemption_mode
         self._budget = max_num_batched_tokens
         self._max_running = max_num_seqs
         self._chunk_cap = max(1, max_num_batched_tokens // 2)
         self._watermark = max(1, int(cache.num_usable * WATERMARK))
         self._clock = clock
-        self._running: dict[str, Request] = {}
-        self._preempted: dict[str, Request] = {}
-        self._waiting: dict[str, Request] = {}
+        self._running: dict[Request, None] = {}
+        self._preempted: dict[Request, None] = {}
+        self._waiting: dict[Request, None] = {}
+        self._seats = 0  # taken by the running ones
         self._last_victim: Request | None = None
         self._step = 0
         self._scheduled_tokens = 0
         self._preemptions = 0
+        self._swaps = 0
+        self._swapped_blocks = 0
         self._recomputed = 0
         self._peak_running = 0
 
@@ -84,22 +98,46 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `admission.check_request` has let pass."""
-        assert self.get(request.request_id) is None, f"request {request.request_id} is live already"
         request.status = RequestStatus.WAITING
         request.arrived_at = self._clock()
-        self._waiting[request.request_id] = request
+        request.is_reserved = request.is_reserved or self._reserve
+        self._waiting[request] = None
 
-    def get(self, request_id: str) -> Request | None:
-        """The live request of this id."""
-        return self._running.get(request_id) or self._waiting.get(request_id) or self._preempted.get(request_id)
+    def fork(self, origin: Request, fork: Request) -> None:
+        """Let `fork` run on from where `origin` is, on the same blocks, in one of the seats that it holds."""
+        assert origin in self._running and origin.seats > 1
+        origin.seats -= 1
+        self._continue(origin, fork, self._fork_promise(origin))
+
+    def replace(self, beams: list[Request], survivors: list[tuple[Request, Request | None]]) -> None:
+        """Exchange the running `beams` of one request: of each pair in `survivors` the first goes on as it is, or, with
+        a second, the second is forked from it. Whoever of `beams` is not the first of a pair without a second ends."""
+        kept = {origin for origin, fork in survivors if fork is None}
+        for beam in beams:
+            if beam not in kept and beam.promised_blocks:
+                self.cache.promise(beam, 0)
+        for beam in kept:
+            self._seats += 1 - beam.seats
+            beam.seats = 1
+        forks = [(origin, fork) for origin, fork in survivors if fork is not None]
+        for origin, fork in forks:
+            self._continue(origin, fork, 0)
+        self._seats += len(forks)
+        for beam in beams:
+            if beam not in kept:
+                self.finish(beam)
+        for request in [*kept, *(fork for _, fork in forks)]:
+            self.cache.promise(request, self._fork_promise(request))
 
     def finish(self, request: Request) -> bool:
         """The request ends here, in whatever state it is; its blocks go back. False if it has ended already."""
         for queue in (self._running, self._waiting, self._preempted):
-            if queue.pop(request.request_id, None) is not None:
+            if request in queue:
+                del queue[request]
                 break
         else:
             return False
+        self._seats -= request.seats if queue is self._running else 0
         self.cache.free(request)
         request.status = RequestStatus.FINISHED
         if self._last_victim is request:
@@ -119,8 +157,8 @@ class Scheduler:
         return len(self._waiting) + len(self._preempted)
 
     def requests(self) -> list[Request]:
-        """Every live request."""
-        return [*self._running.values(), *self._preempted.values(), *self._waiting.values()]
+        """Every live sequence."""
+        return [*self._running, *self._preempted, *self._waiting]
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -130,7 +168,7 @@ class Scheduler:
         self._step += 1
         decodes, prefills = self._make_room(output)
         scheduled = [
-            ScheduledSequence(r, r.num_computed_tokens, 1, r.block_table.block_ids, samples=True) for r in decodes
+            ScheduledSequence(r, r.num_computed_tokens, 1, r.block_table.block_ids, True, r.top) for r in decodes
         ]
         budget = self._budget - len(scheduled)
         chunks: list[ScheduledSequence] = []
@@ -139,13 +177,13 @@ class Scheduler:
         for request in prefills:
             if budget == 0:
                 break
-            budget -= self._add_chunk(chunks, request, min(budget, cap))
+            budget -= self._add_chunk(chunks, request, min(budget, cap), output)
         if not output.preempted:
-            budget = self._admit(chunks, budget, cap)
+            budget = self._admit(chunks, budget, cap, output)
         for chunk in chunks:
             if budget == 0:
                 break
-            budget -= self._lengthen(chunk, budget)
+            budget -= self._lengthen(chunk, budget, output)
         for chunk in chunks:
             chunk.samples = chunk.start + chunk.num_tokens == chunk.request.num_tokens
         output.scheduled = scheduled + chunks
@@ -182,21 +220,22 @@ class Scheduler:
         decodes: list[Request] = []
         prefills: list[Request] = []
         grow = self.cache.grow
-        for request in list(self._running.values()):
+        moves = output.moves
+        for request in list(self._running):
             if request.status is not RequestStatus.RUNNING:
                 continue
             computed = request.num_computed_tokens
             if request.num_tokens - computed > 1:
                 prefills.append(request)
                 continue
-            while not grow(request, computed + 1):
-                if len(self._running) == 1:
+            while not grow(request, computed + 1, moves):
+                victim = None if len(self._running) == 1 else choose_victim(self._running, self._last_victim)
+                if victim is None:
+                    # It is alone, or only it and what never gives way: the pool has no more for it.
                     self.finish(request)
                     output.outgrown.append(request)
                     break
-                victim = choose_victim(self._running.values(), self._last_victim)
-                assert victim is not None, "a protected request outgrew its promise beside others"
-                self._preempt(victim)
+                self._preempt(victim, output)
                 output.preempted.append(victim)
                 if victim is request:
                     break
@@ -207,47 +246,90 @@ class Scheduler:
             prefills = [r for r in prefills if r.status is RequestStatus.RUNNING]
         return decodes, prefills
 
-    def _preempt(self, victim: Request) -> None:
-        del self._running[victim.request_id]
-        victim.num_lost_tokens = victim.num_computed_tokens
-        self.cache.free(victim)
-        victim.status = RequestStatus.PREEMPTED
+    def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
+        del self._running[victim]
+        self._seats -= victim.seats
+        if self._swaps_out(victim):
+            swapped = victim.num_swapped_blocks
+            self.cache.swap_out(victim, output.moves)
+            victim.status = RequestStatus.SWAPPED
+            self._swaps += 1
+            self._swapped_blocks += victim.num_swapped_blocks - swapped
+        else:
+            victim.num_lost_tokens = victim.num_computed_tokens
+            self.cache.free(victim)
+            victim.status = RequestStatus.PREEMPTED
         victim.num_preemptions += 1
+        if victim.num_preemptions >= preemption.MAX_PREEMPTIONS:
+            victim.is_reserved = True
         if victim.preempted_at is None:
             victim.preempted_at = self._clock()
         self._preemptions += 1
         self._last_victim = victim
-        self._preempted[victim.request_id] = victim
+        self._preempted[victim] = None
         if len(self._preempted) > 1:
-            self._preempted = dict(sorted(self._preempted.items(), key=lambda item: item[1].arrived_at))
+            self._preempted = dict.fromkeys(sorted(self._preempted, key=lambda request: request.arrived_at))
 
-    def _admit(self, chunks: list[ScheduledSequence], budget: int, cap: int) -> int:
+    def _swaps_out(self, victim: Request) -> bool:
+        if self._mode == "recompute" or not self.cache.can_swap_out(victim):
+            return False
+        blocks = self.cache.blocks_for(victim.num_computed_tokens)
+        return self._mode == "swap" or self.cost.prefers_swap(victim.num_computed_tokens, blocks)
+
+    def _admit(self, chunks: list[ScheduledSequence], budget: int, cap: int, output: SchedulerOutput) -> int:
         """Admit from the head of the queue while budget, seats and blocks last. Returns the budget left."""
+        seats = min(self._max_running, self._budget)
         for queue in (self._preempted, self._waiting):
-            for request in list(islice(queue.values(), min(PASSED_OVER, budget))):
-                if budget == 0 or len(self._running) >= self._max_running:
+            for request in list(islice(queue, min(PASSED_OVER, budget))):
+                if budget == 0 or self._seats + request.seats > seats:
                     return budget
-                match = self.cache.match(request)
+                swapped = request.status is RequestStatus.SWAPPED
+                match = PrefixMatch() if swapped else self.cache.match(request)
                 if match.waits:
                     continue
                 promise = self._promise(request)
                 watermark = self._watermark if self._running else 0
                 if not self.cache.can_start(match, promise, watermark):
                     return budget
-                self.cache.start(request, match, promise)
-                del queue[request.request_id]
-                self._running[request.request_id] = request
+                if swapped:
+                    self.cache.swap_in(request, promise, output.moves)
+                else:
+                    self.cache.start(request, match, promise)
+                del queue[request]
+                self._running[request] = None
+                self._seats += request.seats
                 self._enter(request)
-                budget -= self._add_chunk(chunks, request, min(budget, cap))
+                budget -= self._add_chunk(chunks, request, min(budget, cap), output)
             if queue:
                 return budget
         return budget
 
     def _promise(self, request: Request) -> int:
-        """Blocks promised at admission: all of its tokens and the next, or its whole need when it is protected."""
-        if is_protected(request):
-            return min(self.cache.blocks_for(request.max_slots), self.cache.num_usable)
-        return self.cache.blocks_for(min(request.num_tokens + 1, request.max_slots))
+        """Blocks promised at admission: for all of its tokens and the next, and a copy of the last block for each other
+        seat; or for its whole need when it is reserved."""
+        blocks_for = self.cache.blocks_for
+        if not request.is_reserved:
+            return blocks_for(min(request.num_tokens + 1, request.max_slots)) + request.seats - 1
+        whole = blocks_for(request.max_slots)
+        if request.seats > 1:
+            now = blocks_for(request.num_tokens)
+            whole = now + request.seats * (whole - now + 1)
+        return min(whole, self.cache.num_usable)
+
+    def _fork_promise(self, request: Request) -> int:
+        """What a sequence that shares its last block is promised: a copy of that; when reserved, all it may need."""
+        if not request.is_reserved:
+            return min(1, request.promised_blocks)
+        whole = self.cache.blocks_for(request.max_slots) - len(request.block_table) + 1
+        return min(whole, self.cache.num_available + request.promised_blocks)
+
+    def _continue(self, origin: Request, fork: Request, promise: int) -> None:
+        self.cache.fork(origin, fork, promise)
+        fork.status = RequestStatus.RUNNING
+        fork.is_reserved = origin.is_reserved
+        fork.arrived_at, fork.started_at = origin.arrived_at, origin.started_at
+        fork.first_token_at = origin.first_token_at
+        self._running[fork] = None
 
     def _enter(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
@@ -260,20 +342,20 @@ class Scheduler:
         self._recomputed += recomputed
         request.num_lost_tokens = 0
 
-    def _add_chunk(self, chunks: list[ScheduledSequence], request: Request, limit: int) -> int:
+    def _add_chunk(self, chunks: list[ScheduledSequence], request: Request, limit: int, output: SchedulerOutput) -> int:
         """Schedule up to `limit` tokens of a prefill. Returns how many."""
         start = request.num_computed_tokens
-        chunk = ScheduledSequence(request, start, 0, request.block_table.block_ids, samples=False)
+        chunk = ScheduledSequence(request, start, 0, request.block_table.block_ids, False, request.top)
         chunks.append(chunk)
-        return self._lengthen(chunk, limit)
+        return self._lengthen(chunk, limit, output)
 
-    def _lengthen(self, chunk: ScheduledSequence, limit: int) -> int:
+    def _lengthen(self, chunk: ScheduledSequence, limit: int, output: SchedulerOutput) -> int:
         """Add up to `limit` tokens to a chunk, within what the request was promised. Returns how many."""
         request = chunk.request
         end = chunk.start + chunk.num_tokens
         more = min(limit, request.num_tokens - end)
         if more:
-            grown = self.cache.grow(request, end + more)
+            grown = self.cache.grow(request, end + more, output.moves)
             assert grown, "a prefill did not fit what it was promised"
             chunk.num_tokens += more
             self.cache.schedule(request, end + more)
@@ -289,15 +371,19 @@ class Scheduler:
             steps=self._step,
             scheduled_tokens=self._scheduled_tokens,
             preemptions=self._preemptions,
+            swap_preemptions=self._swaps,
             recomputed_tokens=self._recomputed,
+            swapped_blocks=self._swapped_blocks,
             peak_running=self._peak_running,
             cache=self.cache.statistics(),
         )
 
     def check(self) -> None:
         """Assert every invariant of scheduler, promises and pool. O(pool)."""
-        self.cache.check(list(self._running.values()))
-        for request in [*self._waiting.values(), *self._preempted.values()]:
+        self.cache.check(self.requests())
+        for request in [*self._waiting, *self._preempted]:
             assert not request.block_table.block_ids, f"{request.request_id} holds blocks without running"
             assert request.promised_blocks == request.num_computed_tokens == 0
-        assert len(self._running) <= min(self._max_running, self._budget)
+            assert not request.host_blocks or request.status is RequestStatus.SWAPPED
+        assert self._seats == sum(request.seats for request in self._running), "seats do not add up"
+        assert len(self._running) <= self._seats <= min(self._max_running, self._budget)

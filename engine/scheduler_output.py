@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pagemill.engine.request import Request
 
@@ -11,7 +12,8 @@ from pagemill.engine.request import Request
 class ScheduledSequence:
     """Compute the tokens at positions start .. start + num_tokens of `request` (`request.tokens` has them).
 
-    `block_ids` covers them and all before. `samples`: the last token's logits decide the next token.
+    `block_ids` covers them and all before. `samples`: the last token's logits decide the next token, drawn once for
+    each of the request's `seats`; with `top` > 0 nothing is drawn and the `top` likeliest tokens are wanted instead.
     """
 
     request: Request
@@ -19,18 +21,44 @@ class ScheduledSequence:
     num_tokens: int
     block_ids: list[int]
     samples: bool
+    top: int = 0
+
+
+MoveKind = Literal["copy", "out", "in"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """Move one block's content: "copy" within the pool, "out" from the pool to the host pool, "in" back."""
+
+    kind: MoveKind
+    source: int
+    target: int
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: sequences in batch order (decodes first), block copies (source, destination) to make before it.
+    """One step: sequences in batch order (decodes first), and block moves to make before it, one after the other.
 
     `preempted`: lost their blocks to make room. `outgrown`: alone and too large for the pool, so they end here.
     """
 
     step: int
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    moves: list[BlockMove] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     outgrown: list[Request] = field(default_factory=list)
     num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step sampled, for each item with `samples`, in order.
+
+    `tokens`: one id for each seat, -1 where the row's logits were unusable; or the `top` likeliest ids, best first, and
+    then `logprobs` has their log-probabilities (None elsewhere). `copy_s`: seconds that the block moves took.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float] | None] = field(default_factory=list)
+    copy_s: float = 0.0

@@ -1,0 +1,322 @@
+"""The sequences of one request: one or several choices drawn from the same prompt, or the beams of a search.
+
+A group turns what the runner sampled for its sequences into increments, forks them off their common prompt, and knows
+when the request has ended. The scheduler sees only sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pagemill.engine.beam import BeamSearch, FinishedBeam
+from pagemill.engine.errors import RequestError
+from pagemill.engine.output_processor import OutputProcessor
+from pagemill.engine.outputs import FinishReason, RequestMetrics, SequenceOutput
+from pagemill.engine.request import Request
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduler import Scheduler
+from pagemill.engine.tokenizer import Tokenizer
+
+
+class SequenceGroup(Protocol):
+    """What the core needs of a request's sequences. Each call returns increments; the request is over when the last
+    of them is `final`."""
+
+    request_id: str
+
+    def begin(self, resumed: Sequence[Sequence[int]]) -> list[SequenceOutput]:
+        """Queue the first sequence, or one for each choice that goes on from tokens told already."""
+        ...
+
+    def advance(
+        self, sequence: Request, tokens: list[int] | None, logprobs: list[float] | None
+    ) -> list[SequenceOutput]:
+        """A step has computed tokens of `sequence`; `tokens` is what it sampled, None in mid-prompt."""
+        ...
+
+    def end_step(self) -> list[SequenceOutput]:
+        """All sequences of the step have been told."""
+        ...
+
+    def outgrow(self, sequence: Request) -> list[SequenceOutput]:
+        """The pool has no more room for `sequence`, which the scheduler has ended."""
+        ...
+
+    def abort(self, error: RequestError | None) -> list[SequenceOutput]:
+        """End everything."""
+        ...
+
+
+class _Group:
+    """What both kinds share: the bill, and the first increment's `started`."""
+
+    def __init__(
+        self,
+        request: Request,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.request_id = request.request_id
+        self._first = request
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._started = False
+        self._all = [request]  # every sequence that ever ran for the request
+
+    def _start(self, output: SequenceOutput) -> SequenceOutput:
+        output.started, self._started = not self._started, True
+        return output
+
+    def _fork(self, origin: Request, index: int) -> Request:
+        fork = Request(
+            request_id=origin.request_id,
+            prompt_token_ids=origin.prompt_token_ids,
+            params=origin.params,
+            seed=origin.seed,
+            max_tokens=origin.max_tokens,
+            tenant=origin.tenant,
+            cache_salt=origin.cache_salt,
+            priority=origin.priority,
+            index=index,
+            top=origin.top,
+            output_token_ids=list(origin.output_token_ids),
+        )
+        self._all.append(fork)
+        return fork
+
+    def _metrics(self) -> RequestMetrics:
+        now = self._clock()
+        first = self._first
+        started = first.started_at if first.started_at is not None else now
+        token_times = [s.first_token_at for s in self._all if s.first_token_at is not None]
+        preempted = sum(s.preempted_ms for s in self._all)
+        preempted += sum((now - s.preempted_at) * 1000 for s in self._all if s.preempted_at is not None)
+        return RequestMetrics(
+            queue_ms=(started - first.arrived_at) * 1000,
+            ttft_ms=(min(token_times) - first.arrived_at) * 1000 if token_times else None,
+            total_ms=(now - first.arrived_at) * 1000,
+            preemptions=sum(s.num_preemptions for s in self._all),
+            recomputed_tokens=sum(s.num_recomputed_tokens for s in self._all),
+            swapped_blocks=sum(s.num_swapped_blocks for s in self._all),
+            preempted_ms=preempted,
+            cached_tokens=first.num_cached_tokens,
+        )
+
+
+class SamplingGroup(_Group):
+    """`n` choices. The first computes the prompt; the others are forked from it when its first token is drawn."""
+
+    def begin(self, resumed: Sequence[Sequence[int]]) -> list[SequenceOutput]:
+        self._processors: dict[Request, OutputProcessor] = {}
+        count = self._first.params.n
+        told = [list(tokens) for tokens in resumed] or [self._first.output_token_ids]
+        self._first.output_token_ids = told[0]
+        if not any(told):
+            self._first.seats = count
+            self._queue(self._first)
+            return []
+        outputs: list[SequenceOutput] = []
+        sequences = [self._first, *(self._fork(self._first, index) for index in range(1, count))]
+        for sequence, tokens in zip(sequences, told, strict=True):
+            sequence.output_token_ids = tokens
+            self._queue(sequence)
+        for sequence in sequences:
+            finish = self._processors[sequence].finished
+            if finish is not None:
+                output = self._take(sequence, [])
+                output.stop_reason = finish.stop_reason
+                outputs.append(self._end(sequence, output, finish.reason))
+        return outputs
+
+    def advance(
+        self, sequence: Request, tokens: list[int] | None, logprobs: list[float] | None
+    ) -> list[SequenceOutput]:
+        if tokens is None:
+            return [] if self._started else [self._start(self._place(sequence))]
+        sequences = [sequence]
+        for index in range(1, sequence.seats):
+            fork = self._fork(sequence, index)
+            self._scheduler.fork(sequence, fork)
+            self._processors[fork] = OutputProcessor(self._tokenizer, fork, self._eos_token_ids)
+            sequences.append(fork)
+        outputs: list[SequenceOutput] = []
+        for each, token_id in zip(sequences, tokens, strict=True):
+            if token_id < 0:
+                outputs += self.abort(
+                    RequestError("engine_error", "the model's output for this request is not a number")
+                )
+                break
+            try:
+                outputs.append(self._append(each, token_id))
+            except Exception as exception:
+                # Text handling is per request: whatever it trips over must not end the neighbours.
+                each.output_token_ids.pop()
+                reason = f"decoding failed: {type(exception).__name__}: {exception}"
+                outputs += self.abort(RequestError("engine_error", reason))
+                break
+        return outputs
+
+    def end_step(self) -> list[SequenceOutput]:
+        return []
+
+    def outgrow(self, sequence: Request) -> list[SequenceOutput]:
+        self._processors[sequence].finish()
+        return [self._end(sequence, self._take(sequence, []), "length")]
+
+    def abort(self, error: RequestError | None) -> list[SequenceOutput]:
+        reason: FinishReason = "cancelled" if error is None else "error"
+        outputs = [self._end(sequence, self._place(sequence), reason) for sequence in list(self._processors)]
+        outputs[-1].error = error
+        return outputs
+
+    def _queue(self, sequence: Request) -> None:
+        self._processors[sequence] = OutputProcessor(self._tokenizer, sequence, self._eos_token_ids)
+        self._scheduler.add(sequence)
+
+    def _append(self, sequence: Request, token_id: int) -> SequenceOutput:
+        self._scheduler.append_token(sequence, token_id)
+        finish = self._processors[sequence].append(token_id)
+        output = self._start(self._take(sequence, [token_id]))
+        if finish is not None:
+            output.stop_reason = finish.stop_reason
+            return self._end(sequence, output, finish.reason)
+        return output
+
+    def _place(self, sequence: Request) -> SequenceOutput:
+        """An increment without tokens."""
+        return SequenceOutput(
+            self.request_id,
+            sequence.index,
+            offset=len(sequence.output_token_ids),
+            text_offset=self._processors[sequence].text_length,
+        )
+
+    def _take(self, sequence: Request, token_ids: list[int]) -> SequenceOutput:
+        processor = self._processors[sequence]
+        text_offset = processor.text_length
+        return SequenceOutput(
+            self.request_id,
+            sequence.index,
+            offset=len(sequence.output_token_ids) - len(token_ids),
+            token_ids=token_ids,
+            text=processor.take_text(),
+            text_offset=text_offset,
+        )
+
+    def _end(self, sequence: Request, output: SequenceOutput, reason: FinishReason) -> SequenceOutput:
+        self._scheduler.finish(sequence)
+        del self._processors[sequence]
+        output.finish_reason = reason
+        if not self._processors:
+            output.final = True
+            output.metrics = self._metrics()
+        return output
+
+
+class BeamGroup(_Group):
+    """A beam search. Beams move in step and are reserved, so all of them report in every step; tokens are told at the
+    end, since until then any beam may still be dropped."""
+
+    def begin(self, resumed: Sequence[Sequence[int]]) -> list[SequenceOutput]:
+        first = self._first
+        params = first.params
+        ends = () if params.ignore_eos else self._eos_token_ids
+        self._search = BeamSearch(
+            params.beam_width,
+            sorted({*ends, *(params.stop_token_ids or ())}),
+            first.max_tokens,
+            params.length_penalty,
+            params.early_stopping,
+        )
+        # Nothing of a search was told before its end: another engine starts it over.
+        first.output_token_ids = []
+        first.seats = params.beam_width
+        first.top = self._search.num_offers
+        first.is_reserved = True
+        self._beams = [first]
+        self._offers: dict[Request, tuple[list[int], list[float]]] = {}
+        self._scheduler.add(first)
+        return []
+
+    def advance(
+        self, sequence: Request, tokens: list[int] | None, logprobs: list[float] | None
+    ) -> list[SequenceOutput]:
+        if tokens is not None:
+            assert logprobs is not None
+            if not tokens or tokens[0] < 0:
+                return self.abort(RequestError("engine_error", "the model's output for this request is not a number"))
+            self._offers[sequence] = (tokens, logprobs)
+        return [] if self._started else [self._start(SequenceOutput(self.request_id))]
+
+    def end_step(self) -> list[SequenceOutput]:
+        if not self._offers:
+            return []
+        assert len(self._offers) == len(self._beams), "beams are out of step"
+        offers = [self._offers[beam] for beam in self._beams]
+        self._offers = {}
+        steps = self._search.advance([beam.output_token_ids for beam in self._beams], offers)
+        if not steps:
+            return self._tell()
+        beams: list[Request] = []
+        survivors: list[tuple[Request, Request | None]] = []
+        continued: set[Request] = set()
+        for step in steps:
+            parent = self._beams[step.parent]
+            fork = self._fork(parent, 0) if parent in continued else None
+            continued.add(parent)
+            survivors.append((parent, fork))
+            beams.append(parent if fork is None else fork)
+        self._scheduler.replace(self._beams, survivors)
+        for beam, step in zip(beams, steps, strict=True):
+            self._scheduler.append_token(beam, step.token_id)
+        self._beams = beams
+        return []
+
+    def outgrow(self, sequence: Request) -> list[SequenceOutput]:
+        self._search.give_up([beam.output_token_ids for beam in self._beams])
+        return self._tell()
+
+    def abort(self, error: RequestError | None) -> list[SequenceOutput]:
+        self._release()
+        output = SequenceOutput(self.request_id, error=error, finish_reason="cancelled" if error is None else "error")
+        output.final, output.metrics = True, self._metrics()
+        return [output]
+
+    def _tell(self) -> list[SequenceOutput]:
+        """The best beams as choices, best first."""
+        best = self._search.best(self._first.params.n)
+        outputs = [self._choice(index, beam) for index, beam in enumerate(best)]
+        self._release()
+        outputs[-1].final, outputs[-1].metrics = True, self._metrics()
+        return outputs
+
+    def _choice(self, index: int, beam: FinishedBeam) -> SequenceOutput:
+        params = SamplingParams(
+            skip_special_tokens=self._first.params.skip_special_tokens, max_tokens=len(beam.token_ids), ignore_eos=True
+        )
+        own = Request(self.request_id, self._first.prompt_token_ids, params, 0, len(beam.token_ids), index=index)
+        processor = OutputProcessor(self._tokenizer, own, ())
+        shown = beam.token_ids[:-1] if beam.ended else beam.token_ids
+        for token_id in shown:
+            processor.append(token_id)
+        processor.finish()
+        last = beam.token_ids[-1]
+        return SequenceOutput(
+            self.request_id,
+            index,
+            token_ids=beam.token_ids,
+            text=processor.take_text(),
+            finish_reason="stop" if beam.ended else "length",
+            stop_reason=last if beam.ended and last not in self._eos_token_ids else None,
+            cumulative_logprob=beam.logprob,
+        )
+
+    def _release(self) -> None:
+        for beam in self._beams:
+            self._scheduler.finish(beam)
+        self._beams = []
