@@ -18,6 +18,7 @@ from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 
+_IGNORED = r"decoder\.version"  # left in by fairseq, from which the first checkpoints were converted
 _POSITION_OFFSET = 2  # the first rows of the position table belong to padding
 
 
@@ -100,6 +101,7 @@ class OPTModel:
         self._final_norm = None
         if self._norm_first and not config.flag("_remove_final_layer_norm", False):
             self._final_norm = _LayerNorm(loading, "decoder.final_layer_norm", hidden, affine=affine)
+        loading.checkpoint.ignore(_IGNORED)
         loading.checkpoint.finish()
 
     def forward(
