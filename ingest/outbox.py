@@ -148,8 +148,7 @@ class Outbox:
                 self._due[live] = 0.0
                 unavailable = reply
             else:
-                _log.error("events refused by redis, request dropped", request_id=live.request_id, reason=str(reply))
-                self.drop(live, "refused")
+                self.drop(live, str(reply), "refused")
         if unavailable is not None:
             raise unavailable
 
