@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import structlog
 from redis.exceptions import RedisError
@@ -152,7 +152,7 @@ class Outbox:
         if unavailable is not None:
             raise unavailable
 
-    def _settle(self, live: LiveRequest, call: scripts.Call, raw: list[Any]) -> None:
+    def _settle(self, live: LiveRequest, call: scripts.Call, raw: bytes) -> None:
         reply = scripts.WriteReply.read(raw)
         if reply.status == "ok":
             live.published = reply.seq
