@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from pagemill.adapters.cli.doctor import ports
+from pagemill.adapters.cli.settings import load_settings
 from pagemill.ingest.embedded import EmbeddedServer
 from tests.adapters.processes import SMALL, environment, pagemill
 
@@ -143,9 +145,9 @@ def test_a_taken_port_is_named(served: Served, tmp_path: Path) -> None:
     ran = pagemill("serve", "--port", port, "--data-dir", str(tmp_path), *SMALL)
     assert ran.returncode == 2
     assert f"port {port}" in ran.stderr and "taken" in ran.stderr
-    doctor = pagemill("doctor", "--port", port)
-    assert doctor.returncode == 1
-    assert f"{port} on 127.0.0.1 is taken" in doctor.stdout
+    (finding,) = ports(load_settings({"port": port}, {}))
+    assert finding.verdict == "fail"
+    assert f"{port} on 127.0.0.1 is taken" in finding.text
 
 
 @pytest.mark.parametrize("name", ["producer.py", "raw_redis.py"])
@@ -162,21 +164,15 @@ def test_the_examples_run(served: Served, name: str) -> None:
     assert len(ran.stdout) > 40
 
 
-def test_a_second_engine_and_an_interrupt(served: Served) -> None:
-    other = start("engine", "--redis-url", served.url, *SMALL)
-    assert "serving smollm2-135m" in other.lines[0]
-    assert stop(other, signal.SIGINT) == 0, "".join(other.errors)
-
-
-def test_sigterm_lets_what_runs_finish_and_the_queue_outlives_the_process(tmp_path: Path) -> None:
-    first = start("serve", "--port", "0", "--data-dir", str(tmp_path), *SMALL)
+def test_an_interrupted_engine_lets_what_runs_finish() -> None:
+    """The role `engine`, on a server that is there already and stays."""
     body = json.dumps({"prompt": "Go on", "max_tokens": 60, "ignore_eos": True})
     stream, events = "pm:{default.0}:in:1", "pm:{default.0}:ev:long"
-    with redis.Redis.from_url(first.url, decode_responses=True) as server:
+    with EmbeddedServer() as own, redis.Redis.from_url(own.url, decode_responses=True) as server:
+        engine = start("engine", "--redis-url", own.url, *SMALL)
         server.xadd(stream, {"v": "1", "id": "long", "body": body})
         assert server.xread({events: "0"}, block=30_000, count=1), "it runs"
-    assert stop(first) == 0, "".join(first.errors)
-    with EmbeddedServer(tmp_path) as again, redis.Redis.from_url(again.url, decode_responses=True) as server:
+        assert stop(engine, signal.SIGINT) == 0, "".join(engine.errors)
         *_, (_, last) = server.xrange(events)
         done = json.loads(last["e"])
         assert (done["type"], done["state"], done["attempt"]) == ("done", "completed", 1)
