@@ -17,7 +17,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.kv_pool import KVPool
 from pagemill.engine.loader import ModelFolder, Progress, no_progress
 from pagemill.engine.machine import available_cores
-from pagemill.engine.memory import BudgetTable, CpuMemory, CudaMemory, MemoryMeter, size_pool
+from pagemill.engine.memory import MIB, BudgetTable, CpuMemory, CudaMemory, MemoryMeter, size_pool
 from pagemill.engine.models import check_architecture, load_model
 from pagemill.engine.models.base import Loading
 from pagemill.engine.models.spec import ModelSpec
@@ -31,6 +31,7 @@ from pagemill.kernels.ops import select_ops
 _log = structlog.get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WARM_UP = "warming up (the first start compiles the kernels)"
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
@@ -53,9 +54,13 @@ class ModelRunner:
         self.device = _device(config)
         self._dtype = _dtype(config, self.device)
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS[self.device]
-        torch.set_num_threads(config.threads or available_cores())
         self._config = config
-        self._ops = select_ops(self.device, override=kernels)
+        threads = config.threads or available_cores()
+        torch.set_num_threads(threads)
+        try:
+            self._ops = select_ops(self.device, override=kernels, threads=threads, cache_dir=config.cache_dir)
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"the kernels for {kernels or self.device} cannot be used: {error}") from error
         meter: MemoryMeter = CudaMemory(self.device) if self.device == "cuda" else CpuMemory()
         before = meter.held()
         checkpoint = Checkpoint(folder.weight_files, progress)
@@ -66,7 +71,13 @@ class ModelRunner:
         weights = meter.held() - before
         self.budget = self._size_pool(meter, weights, progress)
         self.num_host_blocks = self._host_blocks()
-        self._pool = KVPool(self._layout(self.budget.num_blocks), self._ops, self.num_host_blocks)
+        try:
+            self._pool = KVPool(self._layout(self.budget.num_blocks), self._ops, self.num_host_blocks)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ConfigError(
+                f"the system refused a KV pool of {self.budget.pool / MIB:.1f} MiB (an address space limit?); "
+                f"lower gpu_memory_utilization or set kv_cache_memory_bytes.\n{self.budget}"
+            ) from error
         _log.info("memory budget", **self.budget.to_dict())
 
     @property
@@ -165,15 +176,15 @@ class ModelRunner:
     def _size_pool(self, meter: MemoryMeter, weights: int, progress: Progress) -> BudgetTable:
         """Warm up with a tiny step, then measure the largest, unless the pool's size is given."""
         config = self._config
-        progress("warming up", 0.0)
+        progress(_WARM_UP, 0.0)
         self._compute(*self._step_of(tokens=2, rows=1))
         activations = 0
         if config.num_blocks_override is None and config.kv_cache_memory_bytes is None:
-            progress("measuring the largest step", 0.0)
+            progress(_WARM_UP, 0.5)
             scheduled, pool = self._step_of(tokens=self.max_num_batched_tokens, rows=config.max_num_seqs)
             activations = meter.peak(lambda: self._compute(scheduled, pool))
             del scheduled, pool
-        progress("warming up", 1.0)
+        progress(_WARM_UP, 1.0)
         return size_pool(
             config,
             device=self.device,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from pagemill.engine.errors import ConfigError, invalid
 from pagemill.engine.token_bytes import TokenBytes
 
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 # Unicode noncharacters: never part of interchanged text, so they can mark what a user wrote in a rendered chat.
@@ -46,10 +49,8 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: str | PathLike[str]) -> Tokenizer:
         """Read the tokenizer of a model folder. Nothing is downloaded. Raises `ConfigError`."""
-        from transformers import AutoTokenizer
-
         try:
-            loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            loaded = _loader(Path(path)).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"cannot read a tokenizer from {path}: {error}") from error
         return cls(loaded)
@@ -120,6 +121,22 @@ class Tokenizer:
 
     def _encode_chat(self, backend: Any, text: str) -> list[int]:
         return self._encode(backend, text, "messages", add_special_tokens=False)
+
+
+def _loader(path: Path) -> Any:
+    """The class that reads this folder. Where the folder says that tokenizer.json is all there is to it, that is what
+    transformers would use too after importing the model's configuration, which takes a second."""
+    try:
+        config = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    if isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _special_tokens(backend: Any) -> list[Any]:

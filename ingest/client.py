@@ -32,7 +32,7 @@ from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.events import event
 from pagemill.ingest.keys import QueueKeys, is_request_id
-from pagemill.ingest.redis import connect_commands, connect_pubsub, is_unavailable
+from pagemill.ingest.redis import connect_commands, connect_pubsub, is_unavailable, shown_url
 from pagemill.ingest.schema import encode_body
 from pagemill.ingest.subscription import Event, EventHub, Subscription
 
@@ -301,7 +301,9 @@ class AsyncClient:
         except (RedisError, OSError) as error:
             if not is_unavailable(error):
                 raise
-            raise QueueUnavailableError(f"redis at {self.config.redis_url} does not answer: {error}") from error
+            raise QueueUnavailableError(
+                f"redis at {shown_url(self.config.redis_url)} does not answer: {error}"
+            ) from error
 
 
 class _LoopThread:

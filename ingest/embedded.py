@@ -201,14 +201,15 @@ class EmbeddedServer:
     def _keep(self, command: list[str], failure: list[OSError]) -> None:
         try:
             # The server inherits the lock: the folder stays taken for as long as the server lives, whoever started it.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=() if self._lock is None else (self._lock,),
-                start_new_session=True,
-            )
+            with self.log_path.open("ab") as log:  # errors in the command line do not reach the server's own log
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=() if self._lock is None else (self._lock,),
+                    start_new_session=True,
+                )
         except OSError as error:
             failure.append(error)
             return

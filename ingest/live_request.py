@@ -217,3 +217,7 @@ class LiveRequest:
 
 def cancelled_error() -> RequestError:
     return RequestError("cancelled", "the request was cancelled")
+
+
+def expired_error() -> RequestError:
+    return RequestError("deadline_exceeded", "the deadline has passed", param="ttl_ms")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Literal
 
 import structlog
 from redis.exceptions import RedisError
@@ -23,6 +23,8 @@ from pagemill.ingest.redis import Backoff, Client, is_unavailable
 
 MAX_BATCH = 512
 
+Outcome = Literal["written", "lost", "refused"]
+
 _log = structlog.get_logger(__name__)
 
 
@@ -30,7 +32,8 @@ class Outbox:
     """Events of one engine's requests on their way to Redis.
 
     on_cancel: a request was cancelled ("cancelled") or its deadline has passed ("expired"), the server says so.
-    on_end: a request is over here; True: its end is written, False: it belongs to another engine now or is gone.
+    on_end: a request is over here. "written": so is its end; "lost": another engine has it, or it is gone; "refused":
+        the server will not take its events, ever.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class Outbox:
         config: QueueConfig,
         *,
         on_cancel: Callable[[LiveRequest, str], None],
-        on_end: Callable[[LiveRequest, bool], None],
+        on_end: Callable[[LiveRequest, Outcome], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
@@ -145,18 +148,17 @@ class Outbox:
                 self._due[live] = 0.0
                 unavailable = reply
             else:
-                _log.error("events refused by redis, request dropped", request_id=live.request_id, reason=str(reply))
-                self.drop(live, "refused")
+                self.drop(live, str(reply), "refused")
         if unavailable is not None:
             raise unavailable
 
-    def _settle(self, live: LiveRequest, call: scripts.Call, raw: list[Any]) -> None:
+    def _settle(self, live: LiveRequest, call: scripts.Call, raw: bytes) -> None:
         reply = scripts.WriteReply.read(raw)
         if reply.status == "ok":
             live.published = reply.seq
             if call.name == "finish":
                 self._due.pop(live, None)
-                self._on_end(live, True)
+                self._on_end(live, "written")
             elif reply.cancel or reply.expired:
                 self._on_cancel(live, "cancelled" if reply.cancel else "expired")
         elif reply.status == "cancelled":
@@ -168,9 +170,9 @@ class Outbox:
         else:
             self.drop(live, reply.status)
 
-    def drop(self, live: LiveRequest, reason: str) -> None:
-        """Give up on a request that is not this engine's any more."""
-        _log.warning("request is not ours any more", request_id=live.request_id, reason=reason)
+    def drop(self, live: LiveRequest, reason: str, outcome: Outcome = "lost") -> None:
+        """Give up on a request that is not this engine's any more, or that the server refuses."""
+        _log.warning("request given up", request_id=live.request_id, outcome=outcome, reason=reason)
         live.detached = True
         self._due.pop(live, None)
-        self._on_end(live, False)
+        self._on_end(live, outcome)

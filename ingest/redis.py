@@ -10,26 +10,35 @@ from __future__ import annotations
 import asyncio
 import random
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import redis.asyncio as aioredis
+import structlog
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
+    AuthenticationError,
     BusyLoadingError,
     ConnectionError,
     MasterDownError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisError,
     ResponseError,
     TimeoutError,
     TryAgainError,
 )
 
-CONNECTION_ERRORS = (ConnectionError, TimeoutError, OSError)
+from pagemill.engine.errors import ConfigError
+
+_log = structlog.get_logger(__name__)
+
 # The server is there but cannot serve now: it loads its data, has become a replica, is full or cannot save.
 _UNAVAILABLE = (
-    *CONNECTION_ERRORS,
+    ConnectionError,
+    TimeoutError,
+    OSError,
     BusyLoadingError,
     ReadOnlyError,
     MasterDownError,
@@ -66,6 +75,12 @@ def connect_pubsub(url: str, name: str) -> Client:
     return _connect(url, client_name=name, socket_timeout=None, retry=Retry(NoBackoff(), 0), health_check_interval=15)
 
 
+def shown_url(url: str) -> str:
+    """A URL without its user and password, for logs and messages."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+
+
 def is_unavailable(error: BaseException) -> bool:
     """Whether the same command may succeed later, unchanged."""
     return isinstance(error, _UNAVAILABLE) or (
@@ -93,3 +108,32 @@ class Backoff:
     async def sleep(self) -> None:
         await asyncio.sleep(self._wait * random.uniform(0.5, 1.0))
         self._wait = min(5.0, self._wait * 2)
+
+
+async def wait_for_server(client: Client, url: str, stopping: asyncio.Event) -> bool:
+    """Wait until the server answers, with one line in the log. False: stopped before.
+
+    Raises `ConfigError` where the server is too old or refuses the password.
+    """
+    backoff = Backoff()
+    waiting = False
+    while not stopping.is_set():
+        try:
+            info = await client.info()
+        except AuthenticationError as error:
+            raise ConfigError(f"{shown_url(url)} refuses user or password: {error}") from error
+        except (RedisError, OSError) as error:
+            if not is_unavailable(error):
+                raise
+            if not waiting:
+                _log.warning("waiting for redis", url=shown_url(url), reason=str(error))
+            waiting = True
+            await backoff.sleep()
+            continue
+        version = str(info["redis_version"])
+        if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+            raise ConfigError(f"the server at {shown_url(url)} is Redis {version}; 7.0 is the least, or Valkey 7.2")
+        if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
+            _log.warning("redis may evict requests: set maxmemory-policy to noeviction", url=shown_url(url))
+        return True
+    return False

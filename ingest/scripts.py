@@ -162,12 +162,10 @@ class WriteReply:
     expired: bool = False
 
     @classmethod
-    def read(cls, reply: list[Any]) -> WriteReply:
-        status = reply[0].decode()
-        if status not in ("ok", "gap"):
-            return cls(status)
-        flags = [word == b"1" for word in reply[2:]]
-        return cls(status, int(reply[1]), *flags)
+    def read(cls, reply: bytes) -> WriteReply:
+        status, *numbers = reply.decode().split()
+        seq, cancel, expired = (*(int(number) for number in numbers), 0, 0, 0)[:3]
+        return cls(status, seq, bool(cancel), bool(expired))  # type: ignore[arg-type]
 
 
 def append(shard: ShardKeys, request_id: str, owner: str, attempt: int, offset: int, events: Sequence[bytes]) -> Call:

@@ -77,6 +77,10 @@ class StreamReader:
         self._backoff.reset()
         return entries
 
+    def look_again(self) -> None:
+        """Read this consumer's own pending entries before anything else."""
+        self._recover = True
+
     async def aclose(self) -> None:
         await self._blocking.aclose()
 

@@ -22,7 +22,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Coroutine, Iterable
 from functools import partial
 from importlib import metadata
 from typing import Any, TypeVar
@@ -32,17 +32,17 @@ import structlog
 from redis.exceptions import RedisError
 
 from pagemill.engine.async_engine import AsyncEngine
-from pagemill.engine.errors import ConfigError, EngineDeadError, RequestError
+from pagemill.engine.errors import EngineDeadError, RequestError
 from pagemill.engine.prompt import Prompt, TokenIds
-from pagemill.ingest import dead_letters, scripts
+from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
-from pagemill.ingest.entries import Entry, UnreadableEntry, read_id, read_request
-from pagemill.ingest.events import Transcript
+from pagemill.ingest.entries import Entry, UnreadableEntry
+from pagemill.ingest.intake import Intake
 from pagemill.ingest.keys import QueueKeys, ShardKeys
-from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error
-from pagemill.ingest.outbox import Outbox
-from pagemill.ingest.redis import MIN_VERSION, Backoff, Client, connect_commands, is_unavailable
-from pagemill.ingest.schema import RequestBody, UnreadableBody, check_size
+from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
+from pagemill.ingest.outbox import Outbox, Outcome
+from pagemill.ingest.redis import Client, connect_commands, is_unavailable, wait_for_server
+from pagemill.ingest.schema import RequestBody
 from pagemill.ingest.stream_reader import StreamReader
 
 MAX_STARTING = 4  # entries between delivery and the engine's queue
@@ -64,12 +64,14 @@ class Worker:
         self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
         self.owner = f"{socket.gethostname()[:32]}-{os.getpid()}-{secrets.token_hex(4)}"
         self._client: Client = connect_commands(config.redis_url, self.owner)
+        self._stopping = asyncio.Event()
+        self._intake = Intake(self._client, config, self.owner, engine.info.model_name, self._stopping)
         self._outbox = Outbox(self._client, config, on_cancel=self._on_cancel, on_end=self._on_end)
         self._live: dict[str, LiveRequest] = {}
         self._taken: set[tuple[str, bytes]] = set()
+        self._readers: dict[ShardKeys, StreamReader] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Semaphore(MAX_STARTING)
-        self._stopping = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self._beat_at = float("-inf")
@@ -94,7 +96,7 @@ class Worker:
         tasks: list[asyncio.Task[Any]] = []
         readers: list[asyncio.Task[None]] = []
         try:
-            if not await self._connect():
+            if not await wait_for_server(self._client, self._config.redis_url, self._stopping):
                 return
             death = asyncio.create_task(self._engine.wait_for_death())
             stopping = asyncio.create_task(self._stopping.wait())
@@ -126,29 +128,6 @@ class Worker:
                 loop.remove_signal_handler(number)
 
     # -- the life of the worker ----------------------------------------------------------------------------------
-
-    async def _connect(self) -> bool:
-        """Wait until Redis answers. False: stopped before."""
-        backoff = Backoff()
-        waiting = False
-        while not self._stopping.is_set():
-            try:
-                info = await self._client.info()
-            except (RedisError, OSError) as error:
-                if not is_unavailable(error):
-                    raise
-                if not waiting:
-                    _log.warning("waiting for redis", url=self._config.redis_url, reason=str(error))
-                waiting = True
-                await backoff.sleep()
-                continue
-            version = str(info["redis_version"])
-            if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
-                raise ConfigError(f"the server at {self._config.redis_url} is Redis {version}; 7.0 is the least")
-            if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
-                _log.warning("redis may evict requests: set maxmemory-policy to noeviction")
-            return True
-        return False
 
     async def _drain(self, readers: list[asyncio.Task[None]], death: asyncio.Task[EngineDeadError]) -> None:
         async def finished() -> None:
@@ -268,7 +247,7 @@ class Worker:
     # -- entries -------------------------------------------------------------------------------------------------
 
     async def _read(self, shard: ShardKeys) -> None:
-        reader = StreamReader(shard, self.owner, self._client, self._config, self._beat)
+        reader = self._readers[shard] = StreamReader(shard, self.owner, self._client, self._config, self._beat)
         try:
             while await self._wait_for_room():
                 for entry in await reader.read():
@@ -277,9 +256,7 @@ class Worker:
                         continue
                     self._taken.add(place)
                     await self._starting.acquire()
-                    task = asyncio.create_task(self._serve(entry))
-                    self._serving.add(task)
-                    task.add_done_callback(self._serving.discard)
+                    self._spawn(self._serve(entry))
                 self.ready.set()
         finally:
             await reader.aclose()
@@ -301,78 +278,38 @@ class Worker:
     async def _serve(self, entry: Entry) -> None:
         live: LiveRequest | None = None
         try:
-            live = await self._begin(entry)
+            live = await self._intake.take(entry)
             if live is not None:
+                self._live[live.request_id] = live
+                self._empty.clear()
                 await self._start(live)
-        except (RedisError, OSError) as error:
-            if is_unavailable(error):  # and this worker stops
-                _log.warning("entry left to others", entry=entry.entry_id.decode(), reason=str(error))
-            else:
-                await dead_letters.bury(self._client, entry, self.owner, UnreadableEntry("refused", str(error)))
         except EngineDeadError:
             pass  # `run` ends with it, and the entry is still in the stream.
+        except Exception as error:
+            name = entry.entry_id.decode()
+            if isinstance(error, RedisError | OSError) and is_unavailable(error):  # and this worker stops
+                _log.warning("entry left to others", entry=name, reason=str(error))
+                return
+            _log.error("entry cannot be served", entry=name, reason=str(error), exc_info=error)
+            if live is not None:
+                self._outbox.drop(live, str(error), "refused")
+            else:
+                await self._intake.bury(entry, UnreadableEntry("refused", str(error)))
         finally:
             self._starting.release()
             if live is None:
                 self._taken.discard((entry.stream_key, entry.entry_id))
 
-    async def _begin(self, entry: Entry) -> LiveRequest | None:
-        """Own an entry. None: it is nobody's to answer, or another engine's."""
-        try:
-            request_id = read_id(entry.fields)
-        except UnreadableEntry as problem:
-            unreadable = problem
-            await self._insist(lambda: dead_letters.bury(self._client, entry, self.owner, unreadable))
-            return None
-        body: RequestBody | None = None
-        refusal: RequestError | None = None
-        try:
-            data = await self._insist(lambda: self._body(entry, request_id))
-            body = read_request(entry.fields, data, self._config.max_body_bytes)
-        except RequestError as error:
-            refusal = error
-        if self._stopping.is_set():
-            return None
-        ttl_ms = body.ttl_ms if body is not None and body.ttl_ms is not None else self._config.default_ttl_ms
-        seed = body.params.seed if body is not None and body.params.seed is not None else secrets.randbits(64)
-        call = scripts.begin(
-            entry, self.owner, request_id, ttl_ms=ttl_ms, tenant=body.tenant if body else "default", seed=seed
-        )
-        begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
-        if isinstance(begun, str):
-            _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
-            return None
-        live = LiveRequest(entry, request_id, self.owner, begun, body, self._engine.info.model_name)
-        live.expires_at = time.monotonic() + (begun.deadline - begun.now) / 1000
-        self._live[request_id] = live
-        self._empty.clear()
-        live.stopping = self._ending_at_begin(live, refusal)
-        return live
-
-    def _ending_at_begin(self, live: LiveRequest, refusal: RequestError | None) -> Ending | None:
-        begun, body = live.begun, live.body
-        if begun.cancelled:
-            return Ending("cancelled", cancelled_error())
-        if refusal is not None or body is None:
-            return Ending("rejected", refusal, dead_letter="unreadable" if isinstance(refusal, UnreadableBody) else "")
-        if begun.now > begun.deadline:
-            return Ending("expired", expired_error())
-        if body.model not in (None, self._engine.info.model_name):
-            name = self._engine.info.model_name
-            message = f"this queue serves {name}, not {body.model[:64] if body.model else body.model}"
-            return Ending("rejected", RequestError("unsupported_model", message, param="model"))
-        attempts = begun.attempt - begun.released
-        allowed = body.max_attempts if body.max_attempts is not None else self._config.max_attempts
-        if attempts > allowed:
-            message = f"{attempts - 1} engines ended while they ran this request"
-            return Ending("failed", RequestError("poison", message), dead_letter="poison")
-        return None
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     async def _start(self, live: LiveRequest) -> None:
         """Hand an owned request to the engine, going on where another one stopped; or end it if it is to end here."""
         try:
             if live.begun.seq > 0:
-                await self._recall(live)
+                await self._intake.recall(live)
             if live.stopping is None:
                 await self._prepare(live)
             if live.stopping is not None:
@@ -405,36 +342,6 @@ class Worker:
         if live.stopping is None and not live.detached:
             self._engine.submit(request, partial(self._outbox.put, live))
 
-    async def _recall(self, live: LiveRequest) -> None:
-        """Read what earlier engines have published of a request."""
-        key = live.entry.shard.events(live.request_id)
-        items: Any = await self._insist(lambda: self._client.xrange(key))
-        live.transcript = Transcript.of(orjson.loads(fields[b"e"]) for _, fields in items)
-        if live.transcript.seq != live.begun.seq:
-            raise RequestError("request_lost", "some of the request's events were lost, it cannot go on")
-
-    async def _body(self, entry: Entry, request_id: str) -> bytes:
-        body = entry.fields.get(b"body")
-        if body is not None:
-            return body
-        key = entry.shard.blob(request_id)
-        check_size(await self._client.strlen(key), self._config.max_body_bytes)
-        blob: Any = await self._client.get(key)
-        if blob is None:
-            raise RequestError("request_lost", "the blob with the request's body is not there", param="body")
-        return bytes(blob)
-
-    async def _insist(self, action: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat `action` while Redis is unavailable. Raises the error when the worker stops."""
-        backoff = Backoff()
-        while True:
-            try:
-                return await action()
-            except (RedisError, OSError) as error:
-                if not is_unavailable(error) or self._stopping.is_set():
-                    raise
-            await backoff.sleep()
-
     # -- what the outbox and the server say ----------------------------------------------------------------------
 
     def _on_cancel(self, live: LiveRequest, why: str) -> None:
@@ -445,19 +352,24 @@ class Worker:
         )
         self._engine.abort(live.request_id)
 
-    def _on_end(self, live: LiveRequest, written: bool) -> None:
-        if not written:
-            self._engine.abort(live.request_id)
-        self._taken.discard((live.entry.stream_key, live.entry.entry_id))
+    def _on_end(self, live: LiveRequest, outcome: Outcome) -> None:
+        entry = live.entry
+        self._taken.discard((entry.stream_key, entry.entry_id))
         if self._live.get(live.request_id) is live:
             del self._live[live.request_id]
-        self.finished += written
         if not self._live:
             self._empty.set()
-
-
-def expired_error() -> RequestError:
-    return RequestError("deadline_exceeded", "the deadline has passed", param="ttl_ms")
+        if outcome == "written":
+            self.finished += 1
+            return
+        self._engine.abort(live.request_id)
+        if outcome == "refused":
+            self._spawn(
+                self._intake.bury(entry, UnreadableEntry("refused", "the server does not take this request's events"))
+            )
+        else:
+            # Another engine may have had it and died: then it may be ours again, adopted while it was still known here.
+            self._readers[entry.shard].look_again()
 
 
 def _prompt(body: RequestBody) -> Prompt:

@@ -41,6 +41,10 @@ CAPABILITIES = (80, 90, 100)
 NO_SPILLS = (90,)
 """Generations on which a spill is an error. Elsewhere the table shows it."""
 
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""Shared memory that one program may take (CUDA C++ Programming Guide, "Technical Specifications per Compute
+Capability")."""
+
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -222,6 +226,8 @@ def faults(kernel: CompiledKernel) -> list[str]:
     found = []
     if kernel.spilled_bytes and kernel.capability in NO_SPILLS:
         found.append(f"spills {kernel.spilled_bytes} bytes of registers")
+    if kernel.shared_bytes > SHARED_KIB[kernel.capability] * 1024:
+        found.append(f"takes {kernel.shared_bytes} of {SHARED_KIB[kernel.capability] * 1024} bytes of shared memory")
     if kernel.kernel in ("paged_attention", "write_kv") and kernel.narrow_accesses:
         found.append(f"{kernel.narrow_accesses} accesses narrower than 32 bits")
     if kernel.kernel == "paged_attention" and not kernel.wide_accesses:
@@ -232,7 +238,8 @@ def faults(kernel: CompiledKernel) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 1 where a kernel has faults."""
     parser = argparse.ArgumentParser(prog="python -m pagemill.kernels.build", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, help="80 90 100 (default: all)")
+    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, choices=SHARED_KIB,
+                        metavar="N", help=f"GPU generations among {list(SHARED_KIB)} (default: 80 90 100)")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="ten model shapes (minutes) instead of two")
     parser.add_argument("--model", help="only shapes of this name, for example llama-3-8b")
     parser.add_argument("--json", action="store_true", help="print one JSON object per kernel")

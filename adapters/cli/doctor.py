@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Returns 1 if any check failed, else 0."""
     failed = 0
     checks: dict[str, Callable[[Settings], Iterator[Finding]]]
-    checks = {"python": _python, "server": _server, "port": _ports}
+    checks = {"python": _python, "server": _server, "port": ports}
     checks |= {"device": _device, "kernels": _kernels, "model": _model_and_memory}
     for subject, check in checks.items():
         try:
@@ -112,7 +112,8 @@ def _server(settings: Settings) -> Iterator[Finding]:
         yield Finding("fail", "server", f"it is a {info.get('role')}: writes need the primary")
 
 
-def _ports(settings: Settings) -> Iterator[Finding]:
+def ports(settings: Settings) -> Iterator[Finding]:
+    """Whether the embedded server can have its port."""
     port = settings.process().port
     if settings.is_given("redis_url") or port == 0:
         return

@@ -101,7 +101,7 @@ class LlamaModel:
     ) -> torch.Tensor:
         spec, ops = self.spec, self._ops
         widths = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
-        x = self._embedding[token_ids]
+        x = self._embedding.index_select(0, token_ids)
         residual = x.float()
         x = ops.rms_norm(x, self._layers[0].input_norm, self._eps)
         for index, layer in enumerate(self._layers):
@@ -116,7 +116,7 @@ class LlamaModel:
             x = x.flatten(1)
             if last:
                 # Nothing attends to what the last layer makes of the other tokens.
-                x, residual = x[rows], residual[rows]
+                x, residual = x.index_select(0, rows), residual.index_select(0, rows)
             x = ops.linear(x, layer.output)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, self._eps)
             x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)

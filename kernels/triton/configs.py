@@ -54,13 +54,15 @@ def decode_config(capability: int, *, head_dim: int, itemsize: int, group: int) 
 def prefill_config(capability: int, *, head_dim: int, itemsize: int, group: int) -> AttentionConfig:
     """Many query rows, time in the matrix unit: the largest tiles that stay in registers."""
     row_bytes = padded_head_dim(head_dim) * itemsize
+    # Datacentre Hopper and Blackwell: 227 KiB of shared memory, matrix operands read from it and not from registers.
+    large = capability // 10 in (9, 10)
     if itemsize == 4:
         # Exact float32 products run outside the matrix unit, with both operands in registers.
         block_m, tile, num_warps, num_stages = 64 if row_bytes <= 256 else 16, 32, 8, 2
     elif row_bytes <= 128:
-        block_m, tile, num_warps, num_stages = 128, 64, 4 if capability >= 100 else 8, 3
+        block_m, tile, num_warps, num_stages = 128, 64, 4 if capability // 10 == 10 else 8, 3
     elif row_bytes <= 256:
-        block_m, tile, num_warps, num_stages = 128, 64 if capability >= 90 else 32, 8, 3
+        block_m, tile, num_warps, num_stages = 128, 64 if large else 32, 8, 3
     else:
-        block_m, tile, num_warps, num_stages = 128 if capability >= 90 else 64, 32, 8, 3
+        block_m, tile, num_warps, num_stages = 128 if large else 64, 32, 8, 3
     return AttentionConfig(TileShape(max(block_m, next_power_of_two(group)), tile), num_warps, num_stages)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,11 +16,16 @@ import redis.asyncio as aioredis
 
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.outputs import SequenceOutput
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.embedded import EmbeddedServer
+from pagemill.ingest.schema import RequestBody
 from pagemill.ingest.worker import Worker
 
-# float32, so that a batch, a lone run and a resumed one give the same greedy tokens; a pool smaller than the context.
-ENGINE = EngineConfig(dtype="float32", max_model_len=512, num_blocks_override=25, max_num_seqs=8)
+# float32, so that a batch, a lone run and a resumed one give the same greedy tokens; a pool smaller than the context;
+# one thread, since two engines share the cores in some tests.
+ENGINE = EngineConfig(dtype="float32", max_model_len=512, num_blocks_override=25, max_num_seqs=8, threads=1)
+STORY: dict[str, Any] = {"prompt": "Once upon a time there was", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 TAG = "pm:{default.0}"
 
 
@@ -37,6 +40,28 @@ def engine(engine_loop: asyncio.Runner) -> Iterator[AsyncEngine]:
     made = engine_loop.run(AsyncEngine.create(ENGINE))
     yield made
     engine_loop.run(made.stop())
+
+
+@pytest.fixture(scope="session")
+def story(engine: AsyncEngine, engine_loop: asyncio.Runner) -> list[int]:
+    """The tokens of STORY, straight from the engine."""
+
+    async def generate() -> list[int]:
+        body = RequestBody.from_mapping(STORY)
+        request = await engine.prepare("story", STORY["prompt"], body.params)
+        ended = asyncio.Event()
+        token_ids: list[int] = []
+
+        def sink(output: SequenceOutput) -> None:
+            token_ids.extend(output.token_ids)
+            if output.finish_reason is not None:
+                ended.set()
+
+        engine.submit(request, sink)
+        await ended.wait()
+        return token_ids
+
+    return engine_loop.run(generate())
 
 
 @pytest.fixture
@@ -69,22 +94,23 @@ async def serving(engine: AsyncEngine, config: QueueConfig) -> AsyncIterator[Wor
 class Outside:
     """Another program: plain Redis commands, nothing of ours."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, queue: str = "default") -> None:
         self.redis: Any = aioredis.Redis.from_url(url, protocol=2)
+        self.tag = f"pm:{{{queue}.0}}"
 
     async def add(self, request_id: str, body: Any, stream: int = 1, **fields: Any) -> None:
         data = body if isinstance(body, bytes) else orjson.dumps(body)
         entry = {"v": "1", "id": request_id, "body": data, **fields}
         flat = [part for pair in entry.items() for part in pair]
-        await self.redis.execute_command("XADD", f"{TAG}:in:{stream}", "*", *flat)
+        await self.redis.execute_command("XADD", f"{self.tag}:in:{stream}", "*", *flat)
 
     async def events(self, request_id: str) -> list[dict[str, Any]]:
-        return [orjson.loads(fields[b"e"]) for _, fields in await self.redis.xrange(f"{TAG}:ev:{request_id}")]
+        return [orjson.loads(fields[b"e"]) for _, fields in await self.redis.xrange(f"{self.tag}:ev:{request_id}")]
 
     async def live(self, request_id: str, timeout: float = 60) -> AsyncIterator[dict[str, Any]]:
         """Events from the channel alone, from now on, up to `done`. The first item is {} and means: subscribed."""
         async with self.redis.pubsub() as pubsub, asyncio.timeout(timeout):
-            await pubsub.subscribe(f"{TAG}:ch:{request_id}")
+            await pubsub.subscribe(f"{self.tag}:ch:{request_id}")
             async for message in pubsub.listen():
                 if message["type"] == "subscribe":
                     yield {}
@@ -105,6 +131,10 @@ class Outside:
                     return events[-1]
                 await asyncio.sleep(0.005)
 
+    async def engines(self) -> list[bytes]:
+        names: list[bytes] = await self.redis.hkeys(f"{self.tag}:engines")
+        return names
+
     async def first_delta(self, request_id: str, timeout: float = 60) -> None:
         async with asyncio.timeout(timeout):
             while not any(item["type"] == "delta" for item in await self.events(request_id)):
@@ -117,15 +147,15 @@ class Outside:
         deltas = [item for item in await self.events(request_id) if item["type"] == "delta"]
         return [token_id for item in deltas for token_id in item["token_ids"]]
 
-    async def assert_nothing_left(self, streams: int = 3) -> None:
+    async def assert_nothing_left(self) -> None:
         """Streams and pending lists are empty, and what has no time to live may have none."""
-        for stream in range(streams):
-            key = f"{TAG}:in:{stream}"
+        for stream in range(3):
+            key = f"{self.tag}:in:{stream}"
             assert await self.redis.xlen(key) == 0
             assert (await self.redis.xpending(key, "engines"))["pending"] == 0
         lasting = {"in:0", "in:1", "in:2", "dlq", "engines", "hb", "stat"}
-        for key in await self.redis.keys("*"):
-            name = key.decode().removeprefix(f"{TAG}:")
+        for key in await self.redis.keys(f"{self.tag}:*"):
+            name = key.decode().removeprefix(f"{self.tag}:")
             ttl = await self.redis.pttl(key)
             assert name in lasting if ttl == -1 else ttl > 0, name
 
@@ -144,18 +174,19 @@ def outside(redis_url: str, play: Callable[[Coroutine[Any, Any, Any]], Any]) -> 
 
 
 class EngineProcess:
-    """An engine in a process of its own, for what can only be done to a process."""
+    """An engine in a process of its own, on a queue of its own, for what can only be done to a process."""
 
-    def __init__(self, redis_url: str) -> None:
-        command = [sys.executable, "-m", "tests.contract.engine_process", redis_url]
-        self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2], env={**os.environ, "NO_COLOR": "1"})
+    def __init__(self, redis_url: str, queue: str) -> None:
+        self.queue = queue
+        command = [sys.executable, "-m", "tests.contract.engine_process", redis_url, queue]
+        self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
 
     async def serves(self, outside: Outside, timeout: float = 90) -> None:
-        deadline = time.monotonic() + timeout
-        while not any(f"-{self.process.pid}-" in name.decode() for name in await outside.redis.hkeys(f"{TAG}:engines")):
-            assert self.process.poll() is None, "the engine process has ended"
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
+        """Wait until it reads the queue."""
+        async with asyncio.timeout(timeout):
+            while not any(f"-{self.process.pid}-" in name.decode() for name in await outside.engines()):
+                assert self.process.poll() is None, "the engine process has ended"
+                await asyncio.sleep(0.05)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -163,8 +194,10 @@ class EngineProcess:
         self.process.wait()
 
 
-@pytest.fixture
-def engine_process(redis_url: str) -> Iterator[EngineProcess]:
-    process = EngineProcess(redis_url)
-    yield process
-    process.end()
+@pytest.fixture(scope="session")
+def engine_processes(valkey: EmbeddedServer) -> Iterator[dict[str, EngineProcess]]:
+    """Two engines, "killed" and "leaving", made at the same time since loading takes a while."""
+    processes = {name: EngineProcess(valkey.url, name) for name in ("killed", "leaving")}
+    yield processes
+    for process in processes.values():
+        process.end()

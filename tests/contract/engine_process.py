@@ -1,4 +1,4 @@
-"""An engine of its own on the queue at the URL given: `python -m tests.contract.engine_process redis://...`"""
+"""An engine of its own: `python -m tests.contract.engine_process URL QUEUE`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pagemill.ingest.worker import Worker
 from tests.contract.conftest import ENGINE
 
 
-async def main(url: str) -> None:
+async def main(url: str, queue: str) -> None:
     engine = await AsyncEngine.create(ENGINE)
-    config = QueueConfig(redis_url=url, heartbeat_timeout_s=1.0, block_ms=100, drain_timeout_s=0.5)
+    config = QueueConfig(redis_url=url, queue=queue, heartbeat_timeout_s=1.0, block_ms=100, drain_timeout_s=0.5)
     await Worker(engine, config).run_until_signal()
     await engine.stop()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

@@ -8,32 +8,45 @@ themselves, one request at a time, and has no blocks at all.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
+from pagemill.engine.config import PreemptionMode
 from pagemill.engine.core import EngineCore
 from pagemill.engine.kv_cache_manager import KVCacheManager
 from pagemill.engine.outputs import SequenceOutput
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
-from pagemill.engine.scheduler_output import SchedulerOutput
+from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
 
 VOCABULARY = 50
 EOS = 0
 
 
-def invent(context: Sequence[int], seed: int, position: int) -> int:
+def invent(context: Sequence[int], seed: int, position: int, choice: int = 0) -> int:
     """The invented model's next token after `context`."""
-    return zlib.crc32(repr((list(context), seed, position)).encode()) % VOCABULARY
+    return zlib.crc32(repr((list(context), seed, position, choice)).encode()) % VOCABULARY
 
 
-def twin(prompt: Sequence[int], seed: int, max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """What a request should generate, whatever runs beside it."""
+def offers(context: Sequence[int], count: int) -> tuple[list[int], list[float]]:
+    """The invented model's likeliest next tokens after `context`, with log-probabilities."""
+    weights = [zlib.crc32(repr((list(context), token)).encode()) for token in range(VOCABULARY)]
+    ranked = sorted(range(VOCABULARY), key=lambda token: -weights[token])[:count]
+    total = sum(weights)
+    return ranked, [math.log(weights[token] / total) for token in ranked]
+
+
+def twin(
+    prompt: Sequence[int], seed: int, max_tokens: int, *, ignore_eos: bool = False, choice: int = 0, window: int = 0
+) -> list[int]:
+    """What a choice of a request should generate, whatever runs beside it."""
     tokens = list(prompt)
     output: list[int] = []
     while len(output) < max_tokens:
-        token = invent(tokens, seed, len(output))
+        token = invent(tokens[-window:], seed, len(output), choice)
         tokens.append(token)
         output.append(token)
         if token == EOS and not ignore_eos:
@@ -44,33 +57,59 @@ def twin(prompt: Sequence[int], seed: int, max_tokens: int, *, ignore_eos: bool 
 class InventedModel:
     """A runner over slots that remember tokens."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0, window: int = 0) -> None:
         self._block_size = block_size
+        self._window = window
         self._slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+        self._host: list[tuple[int, int] | None] = [None] * (num_host_blocks * block_size)
         self.computed_tokens = 0
         self.steps = 0
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
+    def _move(self, output: SchedulerOutput) -> None:
+        size = self._block_size
+        for move in output.moves:
+            source = self._host if move.kind == "in" else self._slots
+            target = self._host if move.kind == "out" else self._slots
+            target[move.target * size : (move.target + 1) * size] = source[
+                move.source * size : (move.source + 1) * size
+            ]
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
         size = self._block_size
         self.steps += 1
+        self._move(output)
+        written: dict[int, tuple[int, int]] = {}
         for item in output.scheduled:
             tokens = item.request.tokens(item.start, item.start + item.num_tokens)
             assert len(tokens) == item.num_tokens > 0
             self.computed_tokens += item.num_tokens
             for position, token in enumerate(tokens, item.start):
-                self._slots[item.block_ids[position // size] * size + position % size] = (token, position)
-        sampled = []
+                block_id = item.block_ids[position // size]
+                slot = block_id * size + position % size
+                assert block_id != 0, "the null block was written"
+                assert slot not in written, "two sequences wrote one slot"
+                written[slot] = self._slots[slot] = (token, position)
+        result = StepResult()
         for item in output.scheduled:
             if not item.samples:
                 continue
             context = []
-            for position in range(item.start + item.num_tokens):
-                slot = self._slots[item.block_ids[position // size] * size + position % size]
-                assert slot is not None and slot[1] == position, f"position {position} reads {slot}"
-                context.append(slot[0])
+            end = item.start + item.num_tokens
+            for position in range(max(0, end - self._window) if self._window else 0, end):
+                held = self._slots[item.block_ids[position // size] * size + position % size]
+                assert held is not None and held[1] == position, f"position {position} reads {held}"
+                context.append(held[0])
             request = item.request
-            sampled.append(invent(context, request.seed, len(request.output_token_ids)))
-        return sampled
+            if item.top:
+                tokens, logprobs = offers(context, item.top)
+                result.tokens.append(tokens)
+                result.logprobs.append(logprobs)
+                continue
+            choices = range(request.index, request.index + request.seats)
+            position = len(request.output_token_ids)
+            result.tokens.append([invent(context, request.seed, position, choice) for choice in choices])
+            result.logprobs.append(None)
+        return result
 
 
 class Bench:
@@ -84,32 +123,48 @@ class Bench:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 64,
         enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        preemption_mode: PreemptionMode = "auto",
+        reserve: bool = False,
+        sliding_window: int = 0,
     ) -> None:
         self._now = 0.0
-        self.cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        self.cache = KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
+            sliding_window=sliding_window,
+        )
         self.scheduler = Scheduler(
             self.cache,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            reserve=reserve,
+            preemption_mode=preemption_mode,
             clock=self._clock,
         )
-        self.model = InventedModel(num_blocks, block_size)
+        self.model = InventedModel(num_blocks, block_size, num_host_blocks, sliding_window)
         self.core = EngineCore(self.scheduler, self.model, None, [EOS], clock=self._clock)
-        self.tokens: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}  # of each request's first choice
+        self.choices: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
+        self.choice_ends: dict[tuple[str, int], SequenceOutput] = {}
 
     def _clock(self) -> float:
         self._now += 0.001
         return self._now
 
-    def add(self, request: Request) -> Request:
-        self.tokens[request.request_id] = list(request.output_token_ids)
-        self._fold(self.core.add(request))
+    def add(self, request: Request, resumed: Sequence[Sequence[int]] = ()) -> Request:
+        told = resumed or [request.output_token_ids]
+        for index in range(request.params.n):
+            self.choices[request.request_id, index] = list(told[index]) if index < len(told) else []
+        self.tokens[request.request_id] = self.choices[request.request_id, 0]
+        self._fold(self.core.add(request, resumed))
         return request
 
     def abort(self, request_id: str) -> None:
-        output = self.core.abort(request_id)
-        self._fold([output] if output is not None else [])
+        self._fold(self.core.abort(request_id))
 
     def step(self) -> None:
         self._fold(self.core.step())
@@ -126,19 +181,29 @@ class Bench:
 
     def _fold(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            name = output.request_id
+            name, choice = output.request_id, (output.request_id, output.index)
             assert name not in self.ends, f"{name} spoke after its end"
-            assert output.offset == len(self.tokens[name])
-            self.tokens[name] += output.token_ids
+            assert choice not in self.choice_ends, f"{choice} spoke after its end"
+            assert output.offset == len(self.choices[choice])
+            self.choices[choice] += output.token_ids
             if output.finish_reason is not None:
-                assert output.metrics is not None
+                self.choice_ends[choice] = output
+            if output.final:
+                assert output.metrics is not None and output.finish_reason is not None
                 self.ends[name] = output
 
 
 def make(
-    name: str, prompt: Sequence[int], max_tokens: int, *, seed: int = 0, ignore_eos: bool = False, salt: str = ""
+    name: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    seed: int = 0,
+    ignore_eos: bool = False,
+    salt: str = "",
+    **params_: Any,
 ) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **params_)
     return Request(
         request_id=name,
         prompt_token_ids=list(prompt),

@@ -86,6 +86,7 @@ def test_pytorch_checkpoint_without_the_outer_prefix(opt: Path, tmp_path: Path) 
     shutil.copy(opt / "config.json", tmp_path)
     weights = {name.removeprefix("model."): value for name, value in load_file(opt / "model.safetensors").items()}
     weights["lm_head.weight"] = weights["decoder.embed_tokens.weight"]
+    weights["decoder.version"] = torch.tensor([3.0])
     torch.save(weights, tmp_path / "pytorch_model.bin")
     assert tokens_of(tmp_path) == tokens_of(opt)
 

@@ -173,6 +173,20 @@ def test_the_pool_is_profiled_and_costs_nothing_until_used(folder: Path) -> None
     assert Driver(runner).generate(PROMPT, 3) == Driver(make_runner(folder)).generate(PROMPT, 3)
 
 
+def test_a_pool_that_the_system_refuses_is_a_named_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr("pagemill.engine.memory.memory_limit", lambda: 1 << 45)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), usual[1]))
+    try:
+        with pytest.raises(ConfigError, match="the system refused a KV pool of 6144"):
+            make_runner(folder, num_blocks_override=1 << 19)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)
+
+
 def test_the_profiled_step_fits_a_short_context(folder: Path) -> None:
     """More tokens in a step than all sequences of the context length have."""
     runner = make_runner(folder, num_blocks_override=None, max_model_len=5, max_num_seqs=3, max_num_batched_tokens=512)
@@ -194,6 +208,8 @@ def test_settings_that_do_not_go_together(folder: Path, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no usable CUDA device"):
             make_runner(folder, device="cuda")
+    with pytest.raises(ConfigError, match="unknown kernels"):
+        ModelRunner(EngineConfig(model=str(folder), device="cpu"), resolve_model(str(folder)), kernels="none")
     odd = CONFIGS["opt-norm-before"]()
     odd.hidden_size = odd.word_embed_proj_dim = 60
     save_model(odd, tmp_path)

@@ -11,7 +11,7 @@ from pagemill.engine.admission import Limits, certain_slots, check_request, reso
 from pagemill.engine.errors import RequestError
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler_output import SchedulerOutput
+from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
 from tests.engine.invented import Bench, make, twin
 
 
@@ -20,7 +20,7 @@ def record(bench: Bench) -> list[SchedulerOutput]:
     seen: list[SchedulerOutput] = []
     execute = bench.model.execute
 
-    def spy(output: SchedulerOutput) -> list[int]:
+    def spy(output: SchedulerOutput) -> StepResult:
         seen.append(output)
         return execute(output)
 
@@ -200,7 +200,7 @@ def test_abort_in_every_phase_leaves_nothing(phase: str) -> None:
     elif phase == "preempted":
         while victim.status is not RequestStatus.RUNNING:
             bench.step()
-        bench.scheduler._preempt(victim)
+        bench.scheduler._preempt(victim, SchedulerOutput(step=0))
     elif phase == "finished":
         while "victim" not in bench.ends:
             bench.step()
@@ -247,9 +247,11 @@ def test_a_row_without_usable_logits_ends_that_request_alone() -> None:
     bench = Bench(num_blocks=50, block_size=4)
     execute = bench.model.execute
 
-    def broken(output: SchedulerOutput) -> list[int]:
+    def broken(output: SchedulerOutput) -> StepResult:
         rows = [item.request.request_id for item in output.scheduled if item.samples]
-        return [-1 if name == "bad" else token for name, token in zip(rows, execute(output), strict=True)]
+        result = execute(output)
+        result.tokens = [[-1] if name == "bad" else drawn for name, drawn in zip(rows, result.tokens, strict=True)]
+        return result
 
     bench.model.execute = broken  # type: ignore[method-assign]
     bench.add(make("good", [1], 4, ignore_eos=True))
@@ -262,7 +264,7 @@ def test_a_row_without_usable_logits_ends_that_request_alone() -> None:
 
 # -- admission -----------------------------------------------------------------------------------------------------
 
-LIMITS = Limits(vocab_size=50, max_model_len=64, block_size=4, num_blocks=10, default_max_tokens=20)
+LIMITS = Limits(vocab_size=50, max_model_len=64, block_size=4, num_blocks=10, default_max_tokens=20, max_num_seqs=8)
 
 
 def request(prompt: int, **params: object) -> Request:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +45,18 @@ def test_encode_and_decode_agree_with_transformers(tokenizer: Tokenizer, folder:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert tokenizer.eos_token_id == theirs.eos_token_id
     assert tokenizer.vocab_size == len(theirs)
+
+
+def test_every_way_to_load_gives_the_same_tokenizer(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = tmp_path / "copy" / "tokenizer_config.json"
+    plain = Tokenizer.from_folder(tmp_path / "copy")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": "GPT2Tokenizer"}))
+    automatic = Tokenizer.from_folder(tmp_path / "copy")
+    for text in TEXTS:
+        assert plain.encode(text) == automatic.encode(text)
+    chat = [{"role": "user", "content": "x"}]
+    assert plain.apply_chat(chat) == automatic.apply_chat(chat)
 
 
 def test_chat_agrees_with_transformers(tokenizer: Tokenizer, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -53,8 +54,14 @@ def test_philox_known_answers(counter: list[int], key: list[int], expected: list
 @pytest.mark.parametrize("seed", [0, 1, 2**63 + 12345, 2**64 - 1])
 @pytest.mark.parametrize("position", [0, 7, 2**32 + 3])
 def test_the_kernel_draws_the_same_integers(seed: int, position: int) -> None:
+    token_bits_of_kernel = cpu_sampler.token_bits
+
+    @numba.njit
+    def call(seed: int, position: int, out: npt.NDArray[np.uint32]) -> None:
+        token_bits_of_kernel(512, seed, position, 3, out)
+
     out = np.zeros((4, 64), np.uint32)
-    cpu_sampler.token_bits(512, np.uint64(seed), position, 3, out)
+    call(np.uint64(seed), position, out)
     assert np.array_equal(out.T.reshape(-1), token_bits(seed, position, 3, 1024)[512:768])
 
 

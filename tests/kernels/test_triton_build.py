@@ -39,7 +39,6 @@ def test_kernels_compile_for_hopper_without_faults() -> None:
     assert {kernel["matrix_unit"] for kernel in attention} == {"HMMA", "HGMMA"}
     assert all(kernel["spilled_bytes"] == 0 for kernel in kernels)
     assert all(kernel["narrow_accesses"] == 0 for kernel in attention)
-    assert all(kernel["shared_bytes"] <= 227 * 1024 for kernel in kernels)
 
 
 def test_a_misaligned_pool_is_seen() -> None:

@@ -66,7 +66,20 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_each_visible_pair_is_in_exactly_one_item(
     batch: tuple[list[int], list[int]], group: int, kv_heads: int, window: int, target: int, tile: int
 ) -> None:
-    query_lens, seq_lens = batch
+    check_plan(*batch, group=group, kv_heads=kv_heads, window=window, target=target, tile=tile)
+
+
+@pytest.mark.parametrize("window", [600, 700, 1100])
+@pytest.mark.parametrize("queries", [1, 3, 70])
+def test_windows_that_begin_inside_a_part(window: int, queries: int) -> None:
+    for context in range(1000, 1600, 37):
+        check_plan([queries], [context], group=4, kv_heads=1, window=window, target=1000, tile=64)
+
+
+def check_plan(
+    query_lens: list[int], seq_lens: list[int], *, group: int, kv_heads: int, window: int, target: int, tile: int
+) -> None:
+    """Coverage exactly once, well-formed parts, one writer per output row."""
     decode, prefill = TileShape(16, tile), TileShape(64, tile)
     plan = make_plan(
         query_lens,
@@ -149,6 +162,15 @@ def test_one_long_sequence_among_short_ones_is_cut_and_they_are_not() -> None:
 
 def test_short_contexts_are_never_cut() -> None:
     assert make_plan([1], [2 * MIN_PART_TOKENS], kv_heads=1, target=10_000).decode.num_parts == 0
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+def test_contexts_that_end_at_a_part_border_have_no_empty_part(excess: int) -> None:
+    context = 8 * MIN_PART_TOKENS + excess
+    plan = make_plan([1], [context], kv_heads=1, target=100)
+    parts = plan.decode.work[np.argsort(plan.decode.work[:, 6])]
+    assert len(parts) == 8 + (excess > 0)
+    assert (parts[:, 5] > parts[:, 4]).all()
 
 
 def test_no_sequences_make_no_work() -> None:

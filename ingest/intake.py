@@ -1,0 +1,122 @@
+"""From a delivered entry to an owned request: read it, begin it, and see whether it is to run at all."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import orjson
+import structlog
+from redis.exceptions import RedisError
+
+from pagemill.engine.errors import RequestError
+from pagemill.ingest import dead_letters, scripts
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.entries import Entry, UnreadableEntry, read_id, read_request
+from pagemill.ingest.events import Transcript
+from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
+from pagemill.ingest.redis import Backoff, Client, is_unavailable
+from pagemill.ingest.schema import RequestBody, UnreadableBody, check_size
+
+_T = TypeVar("_T")
+_log = structlog.get_logger(__name__)
+
+
+class Intake:
+    """Takes entries for engine `owner`, which serves `model`. Once `stopping` is set nothing more is begun, and Redis
+    being unavailable is an error instead of something to wait out."""
+
+    def __init__(self, client: Client, config: QueueConfig, owner: str, model: str, stopping: asyncio.Event) -> None:
+        self._client = client
+        self._config = config
+        self._owner = owner
+        self._model = model
+        self._stopping = stopping
+
+    async def take(self, entry: Entry) -> LiveRequest | None:
+        """Own an entry. None: it went to the dead letters, has ended before, or is another engine's.
+
+        Where the request is not to run, `stopping` of what is returned says how it ends.
+        """
+        try:
+            request_id = read_id(entry.fields)
+        except UnreadableEntry as problem:
+            await self.bury(entry, problem)
+            return None
+        body: RequestBody | None = None
+        refusal: RequestError | None = None
+        try:
+            data = await self._insist(lambda: self._body(entry, request_id))
+            body = read_request(entry.fields, data, self._config.max_body_bytes)
+        except RequestError as error:
+            refusal = error
+        if self._stopping.is_set():
+            return None
+        ttl_ms = body.ttl_ms if body is not None and body.ttl_ms is not None else self._config.default_ttl_ms
+        seed = body.params.seed if body is not None and body.params.seed is not None else secrets.randbits(64)
+        tenant = body.tenant if body is not None else "default"
+        call = scripts.begin(entry, self._owner, request_id, ttl_ms=ttl_ms, tenant=tenant, seed=seed)
+        begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
+        if isinstance(begun, str):
+            _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
+            return None
+        live = LiveRequest(entry, request_id, self._owner, begun, body, self._model)
+        live.expires_at = time.monotonic() + (begun.deadline - begun.now) / 1000
+        live.stopping = self._ending(begun, body, refusal)
+        return live
+
+    async def recall(self, live: LiveRequest) -> None:
+        """Read what earlier engines have published of a request. Raises `request_lost` where a part is missing."""
+        key = live.entry.shard.events(live.request_id)
+        items: Any = await self._insist(lambda: self._client.xrange(key))
+        live.transcript = Transcript.of(orjson.loads(fields[b"e"]) for _, fields in items)
+        if live.transcript.seq != live.begun.seq:
+            raise RequestError("request_lost", "some of the request's events were lost, it cannot go on")
+
+    async def bury(self, entry: Entry, problem: UnreadableEntry) -> None:
+        """Move an entry to the dead letters."""
+        await self._insist(lambda: dead_letters.bury(self._client, entry, self._owner, problem))
+
+    def _ending(
+        self, begun: scripts.BeginReply, body: RequestBody | None, refusal: RequestError | None
+    ) -> Ending | None:
+        """How a request ends that is not to run; None for all others."""
+        if begun.cancelled:
+            return Ending("cancelled", cancelled_error())
+        if refusal is not None or body is None:
+            return Ending("rejected", refusal, dead_letter="unreadable" if isinstance(refusal, UnreadableBody) else "")
+        if begun.now > begun.deadline:
+            return Ending("expired", expired_error())
+        if body.model is not None and body.model != self._model:
+            message = f"this queue serves {self._model}, not {body.model[:64]}"
+            return Ending("rejected", RequestError("unsupported_model", message, param="model"))
+        attempts = begun.attempt - begun.released
+        if attempts > (body.max_attempts if body.max_attempts is not None else self._config.max_attempts):
+            message = f"{attempts - 1} engines ended while they ran this request"
+            return Ending("failed", RequestError("poison", message), dead_letter="poison")
+        return None
+
+    async def _body(self, entry: Entry, request_id: str) -> bytes:
+        body = entry.fields.get(b"body")
+        if body is not None:
+            return body
+        key = entry.shard.blob(request_id)
+        check_size(await self._client.strlen(key), self._config.max_body_bytes)
+        blob: Any = await self._client.get(key)
+        if blob is None:
+            raise RequestError("request_lost", "the blob with the request's body is not there", param="body")
+        return bytes(blob)
+
+    async def _insist(self, action: Callable[[], Awaitable[_T]]) -> _T:
+        """Repeat `action` while Redis is unavailable. Raises the error when the worker stops."""
+        backoff = Backoff()
+        while True:
+            try:
+                return await action()
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error) or self._stopping.is_set():
+                    raise
+            await backoff.sleep()

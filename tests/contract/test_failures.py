@@ -1,0 +1,277 @@
+"""What goes wrong around a request: engines that die or stop, a Redis that restarts, forgets or is not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio as aioredis
+
+from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.errors import RequestError
+from pagemill.ingest.client import AsyncClient
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.embedded import EmbeddedServer, free_port
+from pagemill.ingest.worker import Worker
+from tests.contract.conftest import STORY, TAG, EngineProcess, Outside, serving
+from tests.contract.test_protocol import check_events
+
+
+def test_a_killed_engines_request_goes_on_where_it_stopped(
+    play: Any,
+    engine: AsyncEngine,
+    queue_config: QueueConfig,
+    engine_processes: dict[str, EngineProcess],
+    story: list[int],
+) -> None:
+    process = engine_processes["killed"]
+    config = queue_config.replace(queue=process.queue)
+
+    async def scenario() -> None:
+        outside = Outside(config.redis_url, process.queue)
+        await process.serves(outside)
+        await outside.add("a", {**STORY, "flush_ms": 0})
+        await outside.add("silent", {**STORY, "stream": False})
+        await outside.first_delta("a")
+        reader = AsyncClient(config)
+        result = asyncio.create_task(reader.attach("a").result(timeout=60))
+        process.process.send_signal(signal.SIGKILL)
+        process.process.wait()
+        assert 0 < len(await outside.token_ids("a")) < 24
+        async with serving(engine, config):
+            assert (await outside.done("a"))["metrics"]["attempts"] == 2
+            await outside.done("silent")
+            names = await outside.engines()
+            consumers = await outside.redis.xinfo_consumers(f"{outside.tag}:in:1", "engines")
+        events = await outside.events("a")
+        assert [item["attempt"] for item in events if item["type"] == "started"] == [1, 2]
+        check_events(events, tokens=24)
+        assert await outside.token_ids("a") == await outside.token_ids("silent") == story
+        assert (await result).token_ids == story and (await result).text == await outside.text("silent")
+        await reader.aclose()
+        # The dead consumer is gone; its heartbeat is left to grow old.
+        assert len(consumers) == 1 and consumers[0]["name"] in names
+        await outside.assert_nothing_left()
+        await outside.aclose()
+
+    play(scenario())
+
+
+def test_two_engines_share_a_stream_and_one_leaves(
+    play: Any,
+    engine: AsyncEngine,
+    queue_config: QueueConfig,
+    engine_processes: dict[str, EngineProcess],
+    story: list[int],
+) -> None:
+    """Each request runs once, on either; SIGTERM hands over what cannot be finished in time, burning no attempt."""
+    process = engine_processes["leaving"]
+    config = queue_config.replace(queue=process.queue)
+
+    async def scenario() -> None:
+        outside = Outside(config.redis_url, process.queue)
+        await process.serves(outside)
+        async with serving(engine, config) as worker:
+            for number in range(6):
+                await outside.add(f"r{number}", {**STORY, "max_tokens": 6, "max_attempts": 1})
+            owners = set()
+            for number in range(6):
+                done = await outside.done(f"r{number}", timeout=60)
+                assert done["state"] == "completed" and done["metrics"]["attempts"] == 1
+                assert await outside.token_ids(f"r{number}") == story[:6]
+                owners.add(await outside.redis.hget(f"{outside.tag}:req:r{number}", "owner"))
+            assert len(owners) == 2 and worker.owner.encode() in owners
+            # The process finishes for half a second only: what it still runs then has to be handed over.
+            body = {**STORY, "max_tokens": 60, "max_attempts": 1}
+            for number in range(4):
+                await outside.add(f"s{number}", body)
+            for number in range(4):
+                await outside.first_delta(f"s{number}")
+            process.process.send_signal(signal.SIGTERM)
+            attempts = set()
+            for number in range(4):
+                done = await outside.done(f"s{number}", timeout=60)
+                assert done["state"] == "completed"
+                attempts.add(done["metrics"]["attempts"])
+                assert (await outside.token_ids(f"s{number}"))[:24] == story
+            assert attempts == {1, 2}
+            assert await asyncio.to_thread(process.process.wait, 20) == 0
+            assert await outside.engines() == [worker.owner.encode()]
+        await outside.assert_nothing_left()
+        await outside.aclose()
+
+    play(scenario())
+
+
+def test_stopping_finishes_what_runs_and_leaves_the_rest(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
+) -> None:
+    async def scenario() -> None:
+        body = {**STORY, "max_tokens": 12}
+        async with serving(engine, queue_config.replace(drain_timeout_s=60)) as worker:
+            await outside.add("running", body)
+            await outside.first_delta("running")
+            worker.stop()
+            for number in range(3):
+                await outside.add(f"late{number}", body)
+        assert (await outside.done("running"))["metrics"]["attempts"] == 1
+        assert await outside.redis.xlen(f"{TAG}:in:1") == 3
+        assert not await outside.redis.exists(f"{TAG}:req:late0", f"{TAG}:req:late1", f"{TAG}:req:late2")
+        async with serving(engine, queue_config):
+            for number in range(3):
+                assert (await outside.done(f"late{number}"))["metrics"]["attempts"] == 1
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_poison_is_given_up(play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside) -> None:
+    """A request whose engines keep dying ends as failed, with its entry among the dead letters."""
+
+    async def scenario() -> None:
+        await outside.add("a", {**STORY, "max_attempts": 2})
+        async with serving(engine, queue_config):
+            await outside.first_delta("a")
+            record = f"{TAG}:req:a"
+            await outside.redis.hset(record, mapping={"attempt": 2, "owner": "crashed"})
+            await outside.redis.xclaim(
+                f"{TAG}:in:1", "engines", "crashed", 0, [await outside.redis.hget(record, "entry")]
+            )
+            done = await outside.done("a", timeout=20)
+        assert (done["state"], done["error"]["code"], done["attempt"]) == ("failed", "poison", 3)
+        assert done["usage"]["completion_tokens"] == len(await outside.token_ids("a")) > 0
+        ((_, letter),) = await outside.redis.xrange(f"{TAG}:dlq")
+        assert letter[b"reason"] == b"poison" and letter[b"attempts"] == b"3" and b"body" in letter
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_an_engine_that_was_taken_over_stops_working(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
+) -> None:
+    async def scenario() -> None:
+        async with serving(engine, queue_config) as worker:
+            for body in ({**STORY, "max_tokens": 300}, {**STORY, "max_tokens": 300, "stream": False}):
+                name = f"stream-{body.get('stream', True)}"
+                await outside.add(name, body)
+                async with asyncio.timeout(20):
+                    while not worker.num_live or not await outside.events(name):
+                        await asyncio.sleep(0.01)
+                # What the scripts `adopt` and `begin` of an engine that lives do.
+                record = f"{TAG}:req:{name}"
+                await outside.redis.zadd(f"{TAG}:hb", {"other": 1 << 45})
+                await outside.redis.xclaim(
+                    f"{TAG}:in:1", "engines", "other", 0, [await outside.redis.hget(record, "entry")]
+                )
+                await outside.redis.hset(record, mapping={"attempt": 2, "owner": "other"})
+                async with asyncio.timeout(5):
+                    while worker.num_live or engine.num_live:
+                        await asyncio.sleep(0.01)
+                assert (await outside.events(name))[-1]["type"] != "done"
+
+    play(scenario())
+
+
+def test_everything_deleted_under_a_running_engine(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
+) -> None:
+    async def scenario() -> None:
+        async with serving(engine, queue_config) as worker, AsyncClient(queue_config, watchdog_s=0.3) as client:
+            handle = await client.submit(**STORY | {"max_tokens": 300})
+            await outside.first_delta(handle.id)
+            await outside.redis.flushall()
+            with pytest.raises(RequestError, match=r"record is gone|missing"):
+                await handle.result(timeout=10)
+            await outside.add("after", {**STORY, "max_tokens": 2})
+            assert (await outside.done("after", timeout=5))["state"] == "completed"
+            async with asyncio.timeout(5):
+                while worker.num_live:
+                    await asyncio.sleep(0.01)
+            # A group deleted on its own is made again as well, and finds what is unfinished.
+            await outside.redis.xgroup_destroy(f"{TAG}:in:1", "engines")
+            await outside.add("again", {**STORY, "max_tokens": 2})
+            assert (await outside.done("again", timeout=5))["state"] == "completed"
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_keys_of_another_type_harm_only_their_request(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
+) -> None:
+    async def scenario() -> None:
+        await outside.redis.set(f"{TAG}:req:a", "a string", ex=60)
+        async with serving(engine, queue_config):
+            await outside.add("a", STORY)
+            await outside.add("b", {**STORY, "max_tokens": 2})
+            assert (await outside.done("b"))["state"] == "completed"
+            ((_, letter),) = await outside.redis.xrange(f"{TAG}:dlq")
+            assert letter[b"reason"] == b"refused" and b"WRONGTYPE" in letter[b"error"]
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_a_redis_that_comes_late_and_restarts(play: Any, engine: AsyncEngine, tmp_path: Path, story: list[int]) -> None:
+    """The engine waits for Redis; a kill -9 of Redis mid-generation loses nothing, on either side."""
+
+    async def scenario() -> None:
+        server = EmbeddedServer(tmp_path, port=free_port())
+        config = QueueConfig(redis_url=server.url, block_ms=100, heartbeat_timeout_s=5)
+        worker = Worker(engine, config)
+        task = asyncio.create_task(worker.run())
+        await asyncio.sleep(0.3)
+        assert not worker.ready.is_set() and not task.done()
+        try:
+            await asyncio.to_thread(server.start)
+            async with AsyncClient(config, watchdog_s=1) as client:
+                handle = await client.submit(**STORY, flush_ms=0)
+                seen = []
+                async for delta in handle:
+                    seen.append(delta)
+                    if len(seen) == 5:
+                        await asyncio.to_thread(server.kill)
+                        await asyncio.to_thread(server.start)
+                assert [token for delta in seen for token in delta.token_ids] == story
+                assert "".join(delta.text for delta in seen) == (await handle.result()).text
+                assert (await handle.result()).metrics["attempts"] == 1
+            worker.stop()
+            await task
+            async with aioredis.Redis.from_url(server.url) as client:
+                assert await client.xlen(f"{TAG}:in:1") == 0
+        finally:
+            server.stop()
+
+    play(scenario())
+
+
+def test_an_engine_stops_while_redis_is_away(play: Any, engine: AsyncEngine) -> None:
+    async def scenario() -> None:
+        never = Worker(engine, QueueConfig(redis_url="redis://127.0.0.1:1/0"))
+        task = asyncio.create_task(never.run())
+        await asyncio.sleep(0.1)
+        never.stop()
+        async with asyncio.timeout(10):
+            await task
+
+        server = EmbeddedServer()
+        await asyncio.to_thread(server.start)
+        outside = Outside(server.url)
+        worker = Worker(engine, QueueConfig(redis_url=server.url, block_ms=100, drain_timeout_s=0.5))
+        task = asyncio.create_task(worker.run())
+        await outside.add("a", {**STORY, "max_tokens": 300})
+        await outside.first_delta("a")
+        await outside.aclose()
+        await asyncio.to_thread(server.stop)
+        worker.stop()
+        async with asyncio.timeout(20):
+            await task
+        async with asyncio.timeout(5):
+            while engine.num_live:
+                await asyncio.sleep(0.01)
+
+    play(scenario())

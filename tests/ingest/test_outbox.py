@@ -1,0 +1,222 @@
+"""Gathering and sending events: against a real Valkey, with increments written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import orjson
+import pytest
+
+from pagemill.engine.errors import RequestError
+from pagemill.engine.outputs import RequestMetrics, SequenceOutput
+from pagemill.ingest import scripts
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.embedded import EmbeddedServer
+from pagemill.ingest.entries import Entry
+from pagemill.ingest.keys import GROUP, QueueKeys
+from pagemill.ingest.live_request import Ending, LiveRequest
+from pagemill.ingest.outbox import Outbox
+from pagemill.ingest.redis import Client, connect_commands
+from pagemill.ingest.schema import RequestBody
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+SHARD = QueueKeys("pm", "default").shards[0]
+
+
+async def begun(client: Client, request_id: str = "a", **body: Any) -> LiveRequest:
+    """A request that this engine owns."""
+    stream = SHARD.streams[1]
+    if not await client.exists(stream):
+        await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+    await client.xadd(stream, {"v": 1, "id": request_id, "body": "{}"})
+    reply: Any = await client.xreadgroup(GROUP, "e", {stream: ">"}, count=1)
+    ((_, ((entry_id, fields),)),) = reply
+    entry = Entry(SHARD, 1, entry_id, fields)
+    call = scripts.begin(entry, "e", request_id, ttl_ms=60_000, tenant="default", seed=1)
+    answer = scripts.BeginReply.read(await scripts.run_one(client, call))
+    assert isinstance(answer, scripts.BeginReply)
+    return LiveRequest(entry, request_id, "e", answer, RequestBody.from_mapping({"prompt": "x", **body}), "m")
+
+
+async def events(client: Client, request_id: str = "a") -> list[dict[str, Any]]:
+    items: Any = await client.xrange(SHARD.events(request_id))
+    return [orjson.loads(fields[b"e"]) for _, fields in items]
+
+
+def token(number: int, text: str = "t ", **options: Any) -> SequenceOutput:
+    return SequenceOutput("a", token_ids=[number], text=text, **options)
+
+
+class Bench:
+    """An outbox at work, and what it has told."""
+
+    def __init__(self, config: QueueConfig) -> None:
+        self.client = connect_commands(config.redis_url, "test")
+        self.cancelled: list[str] = []
+        self.ended: list[str] = []
+        self.outbox = Outbox(
+            self.client,
+            config,
+            on_cancel=lambda live, why: self.cancelled.append(why),
+            on_end=lambda live, outcome: self.ended.append(outcome),
+        )
+        self.task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Bench:
+        self.task = asyncio.create_task(self.outbox.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.client.aclose()
+
+    async def sent(self) -> None:
+        async with asyncio.timeout(10):
+            await self.outbox.join()
+
+
+def test_increments_become_events(queue_config: QueueConfig, run: Run) -> None:
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            live = await begun(bench.client, flush_ms=60_000)
+            live.prompt_tokens = 3
+            bench.outbox.put(live, SequenceOutput("a", started=True))
+            await bench.sent()
+            bench.outbox.put(live, token(5))
+            await bench.sent()
+            for number in (6, 7):
+                bench.outbox.put(live, token(number))
+            # Gathered until the end comes, which takes everything along in one step.
+            assert [item["type"] for item in await events(bench.client)] == ["started", "delta"]
+            metrics = RequestMetrics(queue_ms=1, ttft_ms=2, total_ms=3, cached_tokens=2)
+            bench.outbox.put(live, token(8, "", finish_reason="stop", stop_reason=8, metrics=metrics))
+            await bench.sent()
+            kinds = [
+                (item["type"], item.get("token_ids"), item.get("text_offset")) for item in await events(bench.client)
+            ]
+            assert kinds[:3] == [("started", None, None), ("delta", [5], 0), ("delta", [6, 7, 8], 2)]
+            choice, done = (await events(bench.client))[3:]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 8)
+            assert done["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2}
+            assert done["metrics"]["total_ms"] >= 3 and "error" not in done
+            assert bench.ended == ["written"] and await bench.client.xlen(SHARD.streams[1]) == 0
+            # What the engine still says afterwards counts for nothing.
+            bench.outbox.put(live, token(9))
+            await bench.sent()
+            assert len(await events(bench.client)) == 5
+
+    run(scenario())
+
+
+def test_one_pipeline_carries_what_all_requests_say(queue_config: QueueConfig, run: Run) -> None:
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            lives = [await begun(bench.client, f"r{number}", flush_ms=0) for number in range(50)]
+            for live in lives:
+                bench.outbox.put(live, token(1))
+            await bench.sent()
+            assert bench.outbox.flushes == 1
+            for live in lives:
+                assert len(await events(bench.client, live.request_id)) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_cancel_beats_an_end_that_is_not_written_yet(queue_config: QueueConfig, run: Run, by_hand: bool) -> None:
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            live = await begun(bench.client)
+            bench.outbox.put(live, token(1, started=True))
+            await bench.sent()
+            await bench.client.hset(SHARD.record("a"), "cancel", "1")
+            if by_hand:
+                bench.outbox.put(live, token(2))
+                bench.outbox.flush_now(live)
+                await bench.sent()
+                assert bench.cancelled == ["cancelled"]
+                live.stopping = Ending("cancelled", RequestError("cancelled", "the request was cancelled"))
+                bench.outbox.put(live, SequenceOutput("a", finish_reason="cancelled"))
+            else:
+                bench.outbox.put(live, token(2, finish_reason="length"))
+            await bench.sent()
+            items = await events(bench.client)
+            assert [item["seq"] for item in items] == list(range(1, len(items) + 1))
+            assert items[-2]["finish_reason"] == "cancelled" and items[-1]["state"] == "cancelled"
+            assert [n for item in items if item["type"] == "delta" for n in item["token_ids"]] == [1, 2]
+
+    run(scenario())
+
+
+def test_events_wait_while_redis_is_away(run: Run) -> None:
+    """Nothing is lost, nothing doubled, and what gathers meanwhile goes out in one event."""
+
+    async def scenario() -> None:
+        server = EmbeddedServer()
+        await asyncio.to_thread(server.start)
+        config = QueueConfig(redis_url=server.url)
+        try:
+            async with Bench(config) as bench:
+                live = await begun(bench.client, flush_ms=0)
+                bench.outbox.put(live, token(1, started=True))
+                await bench.sent()
+                await asyncio.to_thread(server.kill)
+                for number in range(2, 20):
+                    bench.outbox.put(live, token(number))
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0.2)
+                bench.outbox.put(live, token(20, finish_reason="length"))
+                await asyncio.to_thread(server.start)
+                await bench.sent()
+                items = await events(bench.client)
+                assert [n for item in items if item["type"] == "delta" for n in item["token_ids"]] == list(range(1, 21))
+                assert items[-1]["state"] == "completed" and len(items) <= 7
+                assert bench.ended == ["written"]
+        finally:
+            server.stop()
+
+    run(scenario())
+
+
+def test_lost_events_are_sent_again(queue_config: QueueConfig, run: Run) -> None:
+    """A promoted replica that lacks the last writes is given them again from the request's own store."""
+
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            live = await begun(bench.client, flush_ms=0)
+            for number in range(1, 6):
+                bench.outbox.put(live, token(number))
+                await bench.sent()
+            before = await events(bench.client)
+            await bench.client.delete(SHARD.events("a"))
+            await bench.client.xadd(SHARD.events("a"), {"e": orjson.dumps(before[0])}, id="1-0")
+            await bench.client.expire(SHARD.events("a"), 60)
+            await bench.client.hset(SHARD.record("a"), "seq", "1")
+            bench.outbox.put(live, token(6))
+            await bench.sent()
+            assert (await events(bench.client))[:5] == before and len(await events(bench.client)) == 6
+
+    run(scenario())
+
+
+def test_requests_of_others_are_given_up(queue_config: QueueConfig, run: Run) -> None:
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            lives = {name: await begun(bench.client, name, flush_ms=0) for name in ("stale", "gone", "refused", "mine")}
+            await bench.client.hset(SHARD.record("stale"), "owner", "other")
+            await bench.client.delete(SHARD.record("gone"))
+            await bench.client.set(SHARD.events("refused"), "no stream", ex=60)
+            for live in lives.values():
+                bench.outbox.put(live, token(1))
+            await bench.sent()
+            assert sorted(bench.ended) == ["lost", "lost", "refused"]
+            assert [name for name, live in lives.items() if not live.detached] == ["mine"]
+            bench.outbox.put(lives["mine"], token(2, finish_reason="length"))
+            await bench.sent()
+            assert (await events(bench.client, "mine"))[-1]["state"] == "completed"
+
+    run(scenario())
