@@ -73,8 +73,9 @@ class EngineCore:
         output = self.scheduler.schedule()
         results: list[SequenceOutput] = []
         for request in output.outgrown:
-            group = self._groups[request.request_id]
-            results += self._collect(group, group.outgrow(request))
+            outgrown = self._groups.get(request.request_id)
+            if outgrown is not None:  # one outgrown beam ends them all
+                results += self._collect(outgrown, outgrown.outgrow(request))
         if not output.scheduled and not output.moves:
             self.scheduler.commit(output)
             return results

@@ -309,7 +309,8 @@ class Scheduler:
         seat; or for its whole need when it is reserved."""
         blocks_for = self.cache.blocks_for
         if not request.is_reserved:
-            return blocks_for(min(request.num_tokens + 1, request.max_slots)) + request.seats - 1
+            wanted = blocks_for(min(request.num_tokens + 1, request.max_slots)) + request.seats - 1
+            return min(wanted, self.cache.num_usable)
         whole = blocks_for(request.max_slots)
         if request.seats > 1:
             now = blocks_for(request.num_tokens)

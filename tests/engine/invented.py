@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from pagemill.engine.beam import BeamSearch
 from pagemill.engine.config import PreemptionMode
 from pagemill.engine.core import EngineCore
 from pagemill.engine.kv_cache_manager import KVCacheManager
@@ -52,6 +53,19 @@ def twin(
         if token == EOS and not ignore_eos:
             break
     return output
+
+
+def beam_twin(
+    prompt: Sequence[int], width: int, count: int, max_tokens: int, penalty: float, early: bool | Literal["never"]
+) -> list[list[int]]:
+    """The best beams of a search, found without blocks or batches."""
+    search = BeamSearch(width, [EOS], max_tokens, penalty, early)
+    beams: list[list[int]] = [[]]
+    while True:
+        steps = search.advance(beams, [offers([*prompt, *beam], search.num_offers) for beam in beams])
+        if not steps:
+            return [beam.token_ids for beam in search.best(count)]
+        beams = [[*beams[step.parent], step.token_id] for step in steps]
 
 
 class InventedModel:

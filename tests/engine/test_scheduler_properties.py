@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pagemill.engine.admission import certain_slots
-from tests.engine.invented import Bench, make, twin
+from pagemill.engine.config import PreemptionMode
+from pagemill.engine.request import Request
+from tests.engine.invented import Bench, beam_twin, make, twin
 
+NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking a whole traffic takes minutes
 PREFIXES = [[], [7] * 9, list(range(1, 33)), [*list(range(1, 17)), 40, 41, 42]]
 
 
@@ -24,23 +28,60 @@ class Arrival:
     ignore_eos: bool
     resume: int
     salt: str
+    n: int
+    beams: int
+    penalty: float
+    early: bool | Literal["never"]
+
+    def request(self, name: str) -> Request:
+        search = {"beam_width": self.beams, "length_penalty": self.penalty, "early_stopping": self.early}
+        return make(
+            name,
+            self.prompt,
+            self.max_tokens,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+            salt=self.salt,
+            n=self.n,
+            **(search if self.beams > 1 else {}),
+        )
+
+    def texts(self, window: int) -> list[list[int]]:
+        """What each choice should say."""
+        if self.beams > 1:
+            return beam_twin(self.prompt, self.beams, self.n, self.max_tokens, self.penalty, self.early)
+        return [
+            twin(self.prompt, self.seed, self.max_tokens, ignore_eos=self.ignore_eos, choice=choice, window=window)
+            for choice in range(self.n)
+        ]
+
+    def told(self, texts: list[list[int]]) -> list[list[int]]:
+        """What another engine is to have told already."""
+        if not self.resume or self.beams > 1:
+            return []
+        return [text[: min(self.resume + choice, len(text) - (choice == 0))] for choice, text in enumerate(texts)]
 
 
-arrivals = st.builds(
-    lambda prefix, tail, max_tokens, seed, step, abort_step, in_flight, ignore_eos, resume, salt: Arrival(
-        PREFIXES[prefix] + tail, max_tokens, seed, step, abort_step, in_flight, ignore_eos, resume, salt
-    ),
-    st.integers(0, len(PREFIXES) - 1),
-    st.lists(st.integers(1, 49), min_size=1, max_size=20),
-    st.integers(1, 40),
-    st.integers(0, 2),
-    st.integers(0, 12),
-    st.none() | st.integers(0, 40),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([0, 0, 0, 5]),
-    st.sampled_from(["", "", "other"]),
-)
+@st.composite
+def arrivals(draw: st.DrawFn) -> Arrival:
+    kind = draw(st.sampled_from(["one", "one", "one", "choices", "beams"]))
+    n = 1 if kind == "one" else draw(st.integers(1, 3))
+    beams = draw(st.integers(n, 4)) if kind == "beams" else 1
+    return Arrival(
+        prompt=PREFIXES[draw(st.integers(0, len(PREFIXES) - 1))] + draw(st.lists(st.integers(1, 49), min_size=1, max_size=20)),
+        max_tokens=draw(st.integers(1, 40 if beams == 1 else 12)),
+        seed=draw(st.integers(0, 2)),
+        step=draw(st.integers(0, 12)),
+        abort_step=draw(st.none() | st.integers(0, 40)),
+        abort_in_flight=draw(st.booleans()),
+        ignore_eos=draw(st.booleans()) and beams == 1,
+        resume=draw(st.sampled_from([0, 0, 0, 5])),
+        salt=draw(st.sampled_from(["", "", "other"])),
+        n=n,
+        beams=beams,
+        penalty=draw(st.sampled_from([0.0, 1.0, 2.0])),
+        early=draw(st.sampled_from([True, False, "never"])),
+    )
 
 
 class InFlightAborts:
@@ -61,17 +102,30 @@ class InFlightAborts:
         return sampled
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True, phases=NO_SHRINK)
 @given(
-    traffic=st.lists(arrivals, min_size=1, max_size=14),
+    traffic=st.lists(arrivals(), min_size=1, max_size=12),
     block_size=st.sampled_from([1, 2, 4, 8, 16]),
-    pool_tokens=st.integers(24, 160),
-    budget=st.sampled_from([1, 2, 7, 16, 64]),
-    max_num_seqs=st.sampled_from([1, 3, 64]),
+    pool_tokens=st.integers(24, 200),
+    budget=st.sampled_from([4, 7, 16, 64]),
+    max_num_seqs=st.sampled_from([4, 6, 64]),
     caching=st.booleans(),
+    host_tokens=st.sampled_from([0, 20, 400]),
+    mode=st.sampled_from(["auto", "swap", "recompute"]),
+    reserve=st.sampled_from([False, False, True]),
+    window=st.sampled_from([0, 0, 11]),
 )
 def test_tokens_are_the_twins(
-    traffic: list[Arrival], block_size: int, pool_tokens: int, budget: int, max_num_seqs: int, caching: bool
+    traffic: list[Arrival],
+    block_size: int,
+    pool_tokens: int,
+    budget: int,
+    max_num_seqs: int,
+    caching: bool,
+    host_tokens: int,
+    mode: PreemptionMode,
+    reserve: bool,
+    window: int,
 ) -> None:
     bench = Bench(
         num_blocks=1 + max(2, pool_tokens // block_size),
@@ -79,30 +133,25 @@ def test_tokens_are_the_twins(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
+        num_host_blocks=host_tokens // block_size,
+        preemption_mode=mode,
+        reserve=reserve,
+        sliding_window=window,
     )
     aborts = InFlightAborts(bench)
     bench.model.execute = aborts.execute  # type: ignore[method-assign]
     usable = bench.cache.num_usable * block_size
-    expected: dict[str, list[int]] = {}
+    expected: dict[str, list[list[int]]] = {}
     by_name: dict[str, Arrival] = {}
     last = max(max(a.step, a.abort_step or 0) for a in traffic)
     for step in range(20_000):
         for index, arrival in enumerate(traffic):
             name = f"r{index}"
-            if arrival.step == step:
-                request = make(
-                    name,
-                    arrival.prompt,
-                    arrival.max_tokens,
-                    seed=arrival.seed,
-                    ignore_eos=arrival.ignore_eos,
-                    salt=arrival.salt,
-                )
-                text = twin(arrival.prompt, arrival.seed, arrival.max_tokens, ignore_eos=arrival.ignore_eos)
-                request.output_token_ids = text[: min(arrival.resume, len(text) - 1)]
+            if arrival.step == step and not (window and arrival.beams > 1):
+                request, texts = arrival.request(name), arrival.texts(window)
                 if -(-certain_slots(request) // block_size) <= bench.cache.num_usable:
-                    expected[name], by_name[name] = text, arrival
-                    bench.add(request)
+                    expected[name], by_name[name] = texts, arrival
+                    bench.add(request, arrival.told(texts))
             if arrival.abort_step == step and name in expected:
                 if arrival.abort_in_flight:
                     aborts.pending.append(name)
@@ -112,19 +161,32 @@ def test_tokens_are_the_twins(
         if step > last and not bench.core.has_requests:
             break
     bench.run(1)
-    for name, text in expected.items():
-        arrival, end, tokens = by_name[name], bench.ends[name], bench.tokens[name]
-        assert tokens == text[: len(tokens)]
-        if end.finish_reason == "cancelled":
+    assert not (reserve or mode == "recompute" or host_tokens == 0) or bench.scheduler.statistics().swapped_blocks == 0
+    if reserve:
+        assert bench.scheduler.statistics().preemptions == 0
+    for name, texts in expected.items():
+        arrival = by_name[name]
+        if bench.ends[name].finish_reason == "cancelled":
             assert arrival.abort_step is not None
-        elif len(tokens) < len(text):
-            assert end.finish_reason == "length"
-            assert len(arrival.prompt) + len(tokens) >= usable, "it ended early though the pool was larger"
-        else:
-            assert end.finish_reason == ("stop" if text[-1] == 0 and not arrival.ignore_eos else "length")
+        for choice, text in enumerate(texts):
+            end, tokens = bench.choice_ends.get((name, choice)), bench.choices[name, choice]
+            if arrival.beams > 1 and tokens != text:
+                # Told whole or not at all, and cut short only where the pool could not hold all beams.
+                whole = -(-len(arrival.prompt) // block_size) + arrival.beams * (-(-arrival.max_tokens // block_size) + 1)
+                assert not tokens or whole > bench.cache.num_usable
+                continue
+            assert tokens == text[: len(tokens)]
+            if end is None or end.finish_reason == "cancelled":
+                assert arrival.abort_step is not None
+            elif len(tokens) < len(text):
+                assert end.finish_reason == "length"
+                assert len(arrival.prompt) + len(tokens) >= usable or reserve, "it ended early in a larger pool"
+            else:
+                ended = text[-1] == 0 and not arrival.ignore_eos
+                assert end.finish_reason == ("stop" if ended else "length")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True, phases=NO_SHRINK)
 @given(
     prompts=st.lists(st.integers(1, 60), min_size=2, max_size=12),
     block_size=st.sampled_from([1, 4, 16]),
