@@ -220,15 +220,16 @@ class ModelRunner:
         rows = min(rows, tokens)
         params = SamplingParams(temperature=1.0, top_p=0.9)
         scheduled: list[ScheduledSequence] = []
-        blocks = 1
+        blocks = 0
         for left in range(rows, 0, -1):
             length = min(tokens - (left - 1), self.max_model_len)
             needed = -(-length // self._config.block_size)
             request = Request("", [0] * length, params, seed=0, max_tokens=1)
-            scheduled.append(ScheduledSequence(request, 0, length, list(range(blocks, blocks + needed)), True))
+            # All share the same blocks: what is read there does not matter, and the pool stays small.
+            scheduled.append(ScheduledSequence(request, 0, length, list(range(1, needed + 1)), True))
             tokens -= length
-            blocks += needed
-        pool = KVPool(self._layout(blocks), self._ops)
+            blocks = max(blocks, needed)
+        pool = KVPool(self._layout(blocks + 1), self._ops)
         pool.commit()
         return scheduled, pool
 

@@ -1,4 +1,4 @@
-"""`pagemill bench offline`: throughput of workload files, without a queue.
+"""`pagemill bench offline`: throughput of workload files, without a queue. `bench simulate` has a module of its own.
 
 Several files run in processes of their own, one after the other: each starts cold and has its own peak of memory.
 """
@@ -23,6 +23,10 @@ from pagemill.engine.errors import ConfigError
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Print one JSON object for each file (or, without --json, a line for each). All requests of a file at once,
     greedy, end-of-sequence ignored."""
+    if args.bench == "simulate":
+        from pagemill.adapters.cli import simulate
+
+        return simulate.run(args, settings)
     paths = [Path(name) for name in args.workload]
     loads = [read_workload(path) for path in paths]
     if len(paths) > 1:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, get_type_hints
 
 from pagemill.adapters.cli.settings import Group, Setting, nearest, settings_table
+from pagemill.adapters.cli.simulate_flags import add_flags as add_simulate_flags
 from pagemill.engine.sampling_params import SamplingParams
 
 EPILOG = """\
@@ -239,6 +240,13 @@ def _bench(commands: Any) -> None:
     )
     offline.add_argument("--json", action="store_true", help="one JSON object a file, nothing else, on standard output")
     _add_settings(offline, "engine", "process")
+    simulate = _new(
+        kinds,
+        "simulate",
+        "a recorded trace through the engine's scheduler and block pool, on a modelled device instead of a model",
+    )
+    add_simulate_flags(simulate)
+    _add_common(simulate)
 
 
 def _tools(commands: Any) -> None:

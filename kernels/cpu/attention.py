@@ -245,8 +245,8 @@ def _attend(
 
 @helper
 def _attend_items(
-    thread: int,
-    threads: int,
+    part: int,
+    parts: int,
     items: Any,
     counter: Any,
     group: int,
@@ -295,7 +295,7 @@ def _attend_items(
 
 @kernel
 def attention(
-    threads: int,
+    board: int,
     items: Any,
     group: int,
     scale: Any,
@@ -315,7 +315,8 @@ def attention(
     """
     counter = np.zeros(1, np.int64)
     run(
-        threads,
+        board,
+        1,
         _attend_items,
         (items, counter, group, scale, window, query, query_stride, k, v, query_start, seq_lens, block_tables, out),
     )

@@ -12,13 +12,14 @@ from pagemill.kernels.cpu.team import run
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
+_PARTS = 4  # of the rows, for each thread
 
 
 @helper
-def _rms_norm_rows(thread: int, threads: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
+def _rms_norm_rows(part: int, parts: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
     size = np.float32(x.shape[1])
     rows = x.shape[0]
-    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
         squares = _ZERO
         for i in range(x.shape[1]):
             value = widen(x[row, i])
@@ -29,17 +30,17 @@ def _rms_norm_rows(thread: int, threads: int, x: Any, weight: Any, eps: Any, out
 
 
 @kernel
-def rms_norm(threads: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
-    run(threads, _rms_norm_rows, (x, weight, eps, out))
+def rms_norm(board: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
+    run(board, _PARTS, _rms_norm_rows, (x, weight, eps, out))
 
 
 @helper
 def _add_rms_norm_rows(
-    thread: int, threads: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any
+    part: int, parts: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any
 ) -> None:
     size = np.float32(x.shape[1])
     rows = x.shape[0]
-    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
         squares = _ZERO
         for i in range(x.shape[1]):
             stored = narrow(widen(x[row, i]) + widen(residual[row, i]), total[row, i])
@@ -52,23 +53,23 @@ def _add_rms_norm_rows(
 
 
 @kernel
-def add_rms_norm(threads: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any) -> None:
-    run(threads, _add_rms_norm_rows, (x, residual, weight, eps, out, total))
+def add_rms_norm(board: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any) -> None:
+    run(board, _PARTS, _add_rms_norm_rows, (x, residual, weight, eps, out, total))
 
 
 @helper
-def _silu_and_mul_rows(thread: int, threads: int, gate_up: Any, out: Any) -> None:
+def _silu_and_mul_rows(part: int, parts: int, gate_up: Any, out: Any) -> None:
     size = out.shape[1]
     rows = out.shape[0]
-    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
         for i in range(size):
             gate = widen(gate_up[row, i])
             out[row, i] = narrow(gate / (_ONE + exp32(-gate)) * widen(gate_up[row, size + i]), out[row, i])
 
 
 @kernel
-def silu_and_mul(threads: int, gate_up: Any, out: Any) -> None:
-    run(threads, _silu_and_mul_rows, (gate_up, out))
+def silu_and_mul(board: int, gate_up: Any, out: Any) -> None:
+    run(board, _PARTS, _silu_and_mul_rows, (gate_up, out))
 
 
 @helper
@@ -87,8 +88,8 @@ def _rotate(heads: Any, start: int, count: int, cos_sin: Any, position: int) -> 
 
 @helper
 def _rotary_rows(
-    thread: int,
-    threads: int,
+    part: int,
+    parts: int,
     query: Any,
     query_heads: int,
     query_stride: int,
@@ -99,14 +100,14 @@ def _rotary_rows(
     cos_sin: Any,
 ) -> None:
     rows = positions.shape[0]
-    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
         _rotate(query, row * query_stride, query_heads, cos_sin, positions[row])
         _rotate(key, row * key_stride, key_heads, cos_sin, positions[row])
 
 
 @kernel
 def rotary(
-    threads: int,
+    board: int,
     query: Any,
     query_heads: int,
     query_stride: int,
@@ -117,17 +118,17 @@ def rotary(
     cos_sin: Any,
 ) -> None:
     """query and key are flat arrays whose rows lie their stride apart."""
-    run(threads, _rotary_rows, (query, query_heads, query_stride, key, key_heads, key_stride, positions, cos_sin))
+    run(board, _PARTS, _rotary_rows, (query, query_heads, query_stride, key, key_heads, key_stride, positions, cos_sin))
 
 
 @helper
 def _write_kv_rows(
-    thread: int, threads: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
+    part: int, parts: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
 ) -> None:
     heads, block_size, dim = v.shape[1], v.shape[2], v.shape[3]
     pack = k.shape[4]
     rows = slots.shape[0]
-    for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
         slot = slots[row]
         if slot < 0 or slot >= v.shape[0] * block_size:
             continue
@@ -143,8 +144,6 @@ def _write_kv_rows(
 
 
 @kernel
-def write_kv(
-    threads: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
-) -> None:
+def write_kv(board: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any) -> None:
     """key and value are flat arrays whose rows lie their stride apart; k and v are `LayerKV.words`."""
-    run(threads, _write_kv_rows, (key, key_stride, value, value_stride, k, v, slots))
+    run(board, _PARTS, _write_kv_rows, (key, key_stride, value, value_stride, k, v, slots))

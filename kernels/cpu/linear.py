@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from pagemill.kernels.cpu.matmul import PANEL, multiply
-from pagemill.kernels.cpu.team import mask_threads
+from pagemill.kernels.cpu.team import Team
 
 # Words of a packed weight that one thread takes at a time: enough to make the taking cheap, little enough to share out.
 _WORDS_AT_ONCE = 16384
@@ -23,7 +23,7 @@ class CpuLinear(Protocol):
     @property
     def out_features(self) -> int: ...
 
-    def apply(self, x: torch.Tensor, threads: int) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, team: Team) -> torch.Tensor:
         """x [T, in_features] -> [T, out_features]."""
         ...
 
@@ -37,13 +37,14 @@ class PackedLinear:
     in_features: int
     out_features: int
 
-    def apply(self, x: torch.Tensor, threads: int) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, team: Team) -> torch.Tensor:
         out = torch.empty((x.shape[0], self.out_features), dtype=torch.bfloat16)
         if x.shape[0]:
-            mask_threads(threads)
-            at_once = max(1, min(_WORDS_AT_ONCE // (self.in_features * PANEL // 2), len(self.panels) // (2 * threads)))
+            at_once = max(
+                1, min(_WORDS_AT_ONCE // (self.in_features * PANEL // 2), len(self.panels) // (2 * team.threads))
+            )
             rows = x.contiguous().view(torch.uint16).numpy()
-            multiply(threads, at_once, rows, self.panels, self.bias, out.view(torch.uint16).numpy())
+            multiply(team.board(), at_once, rows, self.panels, self.bias, out.view(torch.uint16).numpy())
         return out
 
 
@@ -60,7 +61,7 @@ class TorchLinear:
     def out_features(self) -> int:
         return self.weight.shape[0]
 
-    def apply(self, x: torch.Tensor, threads: int) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, team: Team) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 

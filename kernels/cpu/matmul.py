@@ -144,7 +144,7 @@ def _tile_rows(rows: int, x: Any, xo: int, xstr: int, w: Any, wo: int, depth: in
 
 @helper
 def _multiply_panels(
-    thread: int, threads: int, counter: Any, panels_at_once: int, x: Any, panels: Any, bias: Any, out: Any
+    part: int, parts: int, counter: Any, panels_at_once: int, x: Any, panels: Any, bias: Any, out: Any
 ) -> None:
     rows, depth = x.shape[0], x.shape[1] // 2
     features = out.shape[1]
@@ -178,7 +178,7 @@ def _multiply_panels(
 
 
 @kernel
-def multiply(threads: int, panels_at_once: int, x: Any, panels: Any, bias: Any, out: Any) -> None:
+def multiply(board: int, panels_at_once: int, x: Any, panels: Any, bias: Any, out: Any) -> None:
     """out uint16 [M, N] = x uint16 [M, K] times panels uint32 [P, K / 2, 48], plus bias uint16 [N] or [0]."""
     counter = np.zeros(1, np.int64)
-    run(threads, _multiply_panels, (counter, panels_at_once, x, panels, bias, out))
+    run(board, 1, _multiply_panels, (counter, panels_at_once, x, panels, bias, out))

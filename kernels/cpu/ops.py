@@ -11,7 +11,7 @@ from pagemill.kernels.cpu import attention, elementwise, sampler
 from pagemill.kernels.cpu.jit import keep_compiled
 from pagemill.kernels.cpu.linear import CpuLinear, prepare_linear
 from pagemill.kernels.cpu.plan import attention_items
-from pagemill.kernels.cpu.team import mask_threads
+from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import set_threads
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
@@ -47,21 +47,23 @@ class CpuOps:
     kv_form: KVForm = "k_major"
 
     def __init__(self, *, threads: int | None = None, cache_dir: str | None = None) -> None:
-        self.threads = set_threads(threads)
+        self._team = Team(set_threads(threads))
         self.compiled_folder = keep_compiled(cache_dir)
 
-    def _threads_for(self, elements: int) -> int:
-        if self.threads == 1 or elements < _PARALLEL_ELEMENTS:
-            return 1
-        mask_threads(self.threads)
-        return self.threads
+    @property
+    def threads(self) -> int:
+        return self._team.threads
+
+    def _board(self, elements: int) -> int:
+        """What to run a kernel on so many elements on: the team, or 0 for this thread alone."""
+        return 0 if elements < _PARALLEL_ELEMENTS else self._team.board()
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
         keys, key_stride = _rows(key)
         values, value_stride = _rows(value)
         k, v = kv.words
-        threads = self._threads_for(key.numel())
-        elementwise.write_kv(threads, keys, key_stride, values, value_stride, k, v, slot_mapping.numpy())
+        board = self._board(key.numel())
+        elementwise.write_kv(board, keys, key_stride, values, value_stride, k, v, slot_mapping.numpy())
 
     def paged_attention(
         self, query: torch.Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: float, sliding_window: int = 0
@@ -80,7 +82,7 @@ class CpuOps:
         host = meta.host
         work = int(host.seq_lens.sum()) * kv.num_kv_heads * dim if items.shape[0] > 1 else 0
         attention.attention(
-            self._threads_for(work),
+            self._board(work),
             items,
             group,
             np.float32(scale),
@@ -98,7 +100,7 @@ class CpuOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
-        elementwise.rms_norm(self._threads_for(x.numel()), _array(x), _array(weight), np.float32(eps), _array(out))
+        elementwise.rms_norm(self._board(x.numel()), _array(x), _array(weight), np.float32(eps), _array(out))
         return out
 
     def add_rms_norm(
@@ -106,7 +108,7 @@ class CpuOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, total = torch.empty_like(x), torch.empty_like(residual)
         elementwise.add_rms_norm(
-            self._threads_for(x.numel()),
+            self._board(x.numel()),
             _array(x),
             _array(residual),
             _array(weight),
@@ -122,7 +124,7 @@ class CpuOps:
         queries, query_stride = _rows(query)
         keys, key_stride = _rows(key)
         elementwise.rotary(
-            self._threads_for(query.numel()),
+            self._board(query.numel()),
             queries,
             query.shape[1],
             query_stride,
@@ -135,14 +137,14 @@ class CpuOps:
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
-        elementwise.silu_and_mul(self._threads_for(out.numel()), _array(gate_up), _array(out))
+        elementwise.silu_and_mul(self._board(out.numel()), _array(gate_up), _array(out))
         return out
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
         return prepare_linear(weight, bias)
 
     def linear(self, x: torch.Tensor, prepared: CpuLinear) -> torch.Tensor:
-        return prepared.apply(x, self.threads)
+        return prepared.apply(x, self._team)
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         pool[pairs[:, 1]] = pool[pairs[:, 0]]
@@ -150,7 +152,7 @@ class CpuOps:
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int64)
         sampler.sample(
-            self._threads_for(logits.numel()) if logits.shape[0] > 1 else 1,
+            self._board(logits.numel()) if logits.shape[0] > 1 else 0,
             logits.contiguous().numpy(),
             batch.temperature,
             batch.top_k,

@@ -223,8 +223,8 @@ def _draw(row: Any, temperature: float, cut: Any, first: int, seed: Any, positio
 
 @helper
 def _sample_rows(
-    thread: int,
-    threads: int,
+    part: int,
+    parts: int,
     counter: Any,
     logits: Any,
     temperature: Any,
@@ -266,7 +266,7 @@ def _sample_rows(
 
 @kernel
 def sample(
-    threads: int,
+    board: int,
     logits: Any,
     temperature: Any,
     top_k: Any,
@@ -279,4 +279,4 @@ def sample(
 ) -> None:
     """One token for each row of logits float32 [R, V] into out int64 [R]; see `Ops.sample`."""
     counter = np.zeros(1, np.int64)
-    run(threads, _sample_rows, (counter, logits, temperature, top_k, top_p, min_p, seed, position, choice, out))
+    run(board, 1, _sample_rows, (counter, logits, temperature, top_k, top_p, min_p, seed, position, choice, out))

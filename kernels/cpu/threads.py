@@ -6,7 +6,6 @@ import math
 import os
 from pathlib import Path
 
-import numba
 import torch
 
 _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
@@ -38,10 +37,8 @@ def _quota() -> float | None:
 def set_threads(count: int | None = None) -> int:
     """Give torch `count` threads and return how many the kernels may use.
 
-    The default is what torch has been told, at most `available_threads()`. More than numba started with (the cores this
-    process may run on) is cut down to those: spinning threads that share a core only wait.
+    The default is what torch has been told, at most `available_threads()`.
     """
-    wanted = count or min(torch.get_num_threads(), available_threads())
-    threads = min(wanted, int(numba.config.NUMBA_NUM_THREADS))
+    threads = count or min(torch.get_num_threads(), available_threads())
     torch.set_num_threads(threads)
     return threads

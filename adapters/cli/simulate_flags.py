@@ -1,0 +1,94 @@
+"""Flags of `pagemill bench simulate`. Light: nothing of the simulator is imported here."""
+
+from __future__ import annotations
+
+import argparse
+
+DEVICE_NAMES = ("h200", "a100", "cpu")
+SWEEPS = (
+    "block_size",
+    "pool_tokens",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_tokens",
+    "prefix_caching",
+    "rate_scale",
+    "rate",
+    "sessions",
+)
+TIMINGS = ("fixed", "prefill-token", "decode", "kv-token", "pair")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The trace, how it arrives, the engine it meets, and what to compare it with."""
+    parser.add_argument("trace", metavar="TRACE", help="trace file (formats: docs/simulator.md); may be gzipped")
+    _traffic(parser.add_argument_group("traffic"))
+    _engine(parser.add_argument_group("engine"))
+    _device(parser.add_argument_group("device"))
+    _output(parser.add_argument_group("comparison and output"))
+
+
+def _traffic(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    group.add_argument("--longest", type=int, metavar="N", help="only requests of at most N tokens, prompt and output")
+    group.add_argument(
+        "--arrivals",
+        choices=("trace", "backlog", "poisson", "sessions"),
+        help="trace: at the recorded times; backlog: all at once; poisson: --rate a second; sessions: --sessions live "
+        "at once, each calling again when it is answered. Default: trace, without times sessions, else backlog",
+    )
+    group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="recorded times X times as fast (1)")
+    group.add_argument(
+        "--rate", type=float, default=1.0, metavar="R", help="poisson: sessions or requests a second (1)"
+    )
+    group.add_argument("--sessions", type=int, default=16, metavar="N", help="sessions: so many live at once (16)")
+    group.add_argument("--turns", choices=("first", "all"), default="first", help="of conversations (first)")
+    group.add_argument("--clients", metavar="MODEL", help="ServeGen: the model whose clients to sample")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of whatever is drawn (0)")
+
+
+def _engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--block-size", type=int, nargs="+", default=[16], metavar="N", help="tokens in a block (16)")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--pool-tokens", type=int, metavar="N", help="KV pool in tokens (default: the device's)")
+    size.add_argument("--num-blocks", type=int, metavar="N", help="KV pool in blocks")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences at once (default: the device's)")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step (the device's)")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt + output (default: no limit)")
+    group.add_argument(
+        "--max-tokens",
+        default="1024",
+        metavar="N",
+        help="what requests ask for, at least their recorded output (1024); `exact`: the recorded output",
+    )
+    group.add_argument("--no-prefix-caching", action="store_true", help="keep and share no prefixes")
+
+
+def _device(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device", choices=DEVICE_NAMES, default="h200", help="timing model and defaults (h200)")
+    for name in TIMINGS:
+        group.add_argument(f"--{name}-us", type=float, metavar="US", help=argparse.SUPPRESS)
+    group.description = (
+        "Step time = fixed + prefill-token x tokens + decode x sequences + kv-token x cached tokens read + pair x "
+        f"query-key pairs of prefills; each may be set, in microseconds: {', '.join(f'--{n}-us' for n in TIMINGS)}."
+    )
+
+
+def _output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--contiguous",
+        default="max,pow2,exact",
+        metavar="SIZES",
+        help="twins that reserve memory in one piece: `max` (--max-model-len, or the longest request), a number of "
+        "tokens, `pow2` (next power of two of the final size), `exact`; or `none` (max,pow2,exact)",
+    )
+    group.add_argument("--naive", action="store_true", help="and a naive paged twin, preempting the last admitted")
+    group.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=A,B,...",
+        help=f"a table over values of {', '.join(SWEEPS)}; several sweeps: every combination",
+    )
+    group.add_argument("--json", action="store_true", help="one JSON object for each system and setting, a line each")
+    group.add_argument("--plot", metavar="FILE", help="draw to FILE.png or FILE.svg (needs pagemill[plots])")

@@ -1,0 +1,93 @@
+"""Drawings of simulations, as PNG or SVG. Needs matplotlib (`pip install 'pagemill[plots]'`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.simulator.result import Result
+
+FORMATS = (".png", ".svg")
+
+
+def check_plot(path: Path) -> None:
+    """Raise `ConfigError`, before hours of simulation, where a plot could not be drawn to this path."""
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"a plot is a {' or '.join(FORMATS)} file, got {path}")
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.resolve().parent} for the plot")
+    _figure(1)
+
+
+def plot_run(results: Sequence[Result], path: Path) -> None:
+    """One run over time, engine and twins: running, waiting, share of the pool that holds tokens, longest step."""
+    figure, panels = _figure(4)
+    titles = ("running requests", "waiting requests", "pool holding tokens, %", "longest step, ms")
+    for panel, title in zip(panels, titles, strict=True):
+        panel.set_ylabel(title)
+    for result in results:
+        line = result.time_line
+        if line is None:
+            continue
+        seconds = [(index + 0.5) * line.slice_s for index in range(len(line.running))]
+        series = (line.running, line.waiting, line.used_percent, line.worst_step_ms)
+        for panel, values in zip(panels, series, strict=True):
+            panel.plot(seconds, values, label=result.system, linewidth=1.2)
+    _finish(figure, panels, "time, s", results[0].trace, path)
+
+
+_SWEPT: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
+    ("running while others wait", lambda r: r.running_backlogged),
+    ("output tokens / s", lambda r: r.output_tokens_per_s),
+    ("between tokens, p99 ms", lambda r: r.latency.between_tokens.p99 if r.latency.between_tokens else None),
+    ("first token, p99 ms", lambda r: r.latency.ttft.p99 if r.latency.ttft else None),
+    ("preemptions per 1,000", lambda r: r.preemptions_per_1000),
+    ("refused, % of requests", lambda r: 100 * sum(r.refused.values()) / max(1, r.requests)),
+    ("waste over the life, %", lambda r: r.waste_life_percent),
+    ("prefix hits, % of prompt tokens", lambda r: r.prefix_hit_percent),
+)
+
+
+def plot_sweep(cases: Sequence[tuple[dict[str, str], Result]], path: Path) -> None:
+    """Results over swept values: the first swept name along x, a line for every combination of the others."""
+    figure, panels = _figure(len(_SWEPT))
+    name = next(iter(cases[0][0]))
+    ticks = list(dict.fromkeys(values[name] for values, _ in cases))
+    lines: dict[str, list[tuple[int, Result]]] = {}
+    for values, result in cases:
+        label = ", ".join(f"{other} {value}" for other, value in values.items() if other != name)
+        lines.setdefault(label, []).append((ticks.index(values[name]), result))
+    for panel, (title, measure) in zip(panels, _SWEPT, strict=True):
+        panel.set_ylabel(title)
+        panel.set_xticks(range(len(ticks)), ticks)
+        for label, points in lines.items():
+            known = [(x, y) for x, result in points if (y := measure(result)) is not None]
+            panel.plot([x for x, _ in known], [y for _, y in known], "o-", label=label, linewidth=1.2, markersize=3.5)
+        panel.set_ylim(bottom=0)
+    _finish(figure, panels, name, cases[0][1].trace, path)
+
+
+def _figure(count: int) -> tuple[Any, list[Any]]:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("plots need matplotlib: pip install 'pagemill[plots]'") from None
+    rows = -(-count // 2)
+    figure = Figure(figsize=(11, 2.8 * rows), layout="constrained")
+    panels = [figure.add_subplot(rows, 2, place + 1) for place in range(count)]
+    return figure, panels
+
+
+def _finish(figure: Any, panels: list[Any], along: str, title: str, path: Path) -> None:
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.set_xlabel(along)
+    if panels[0].get_legend_handles_labels()[1] not in ([], [""]):
+        panels[0].legend(fontsize="small")
+    figure.suptitle(title)
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

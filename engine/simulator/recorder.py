@@ -1,0 +1,171 @@
+"""Counting what happens in a run. One recorder per run; both the engine and its twins write to it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill.engine.simulator.result import Latency, Quantiles, Result, TenantLatency, TimeLine
+from pagemill.engine.simulator.trace import Trace
+
+SLICES = 400  # of the time line
+
+Array = NDArray[np.float64]
+
+
+class Recorder:
+    """Times in seconds of the virtual clock."""
+
+    def __init__(self, system: str, trace: Trace, settings: dict[str, Any], pool_tokens: int) -> None:
+        self._system = system
+        self._trace = trace
+        self._settings = settings
+        self._pool_tokens = pool_tokens
+        self._begun = time.perf_counter()
+        self._steps: list[tuple[float, float, int, int, int]] = []  # start, seconds, running, waiting, held tokens
+        self._last_token: dict[int, float] = {}
+        self._gaps: list[float] = []
+        self._gap_counts: list[int] = []
+        self._step_end = 0.0
+        self._queue: list[float] = []
+        self._ttft: list[float] = []
+        self._ttft_tenant: list[str] = []
+        self._total: list[float] = []
+        self._refused: Counter[str] = Counter()
+        self._refusal: list[float] = []
+        self.held_life = self.allocated_life = 0
+        self.held_end = self.allocated_end = 0
+        self.output_tokens = self.computed_tokens = 0
+        self.finished = self.cut_short = 0
+        self.preemptions = self.recomputed_tokens = 0
+        self.queried_tokens = self.hit_tokens = 0
+
+    def step(self, start: float, end: float, running: int, waiting: int, held_tokens: int) -> None:
+        """A step from `start` to `end`, with so many requests in the pool and in the queue."""
+        self._steps.append((start, end - start, running, waiting, held_tokens))
+
+    def tokens(self, indices: list[int], now: float) -> None:
+        """These requests got a token each, at `now`."""
+        last = self._last_token
+        before = self._step_end
+        steady = 0
+        for index in indices:
+            earlier = last.get(index)
+            if earlier == before:
+                steady += 1
+            elif earlier is not None:
+                self._gaps.append(now - earlier)
+                self._gap_counts.append(1)
+            last[index] = now
+        if steady:
+            self._gaps.append(now - before)
+            self._gap_counts.append(steady)
+        self._step_end = now
+        self.output_tokens += len(indices)
+
+    def end(self, index: int, arrived: float, started: float, first_token: float | None, now: float) -> None:
+        """A request ended with its answer."""
+        self._last_token.pop(index, None)
+        self.finished += 1
+        self._queue.append(started - arrived)
+        if first_token is not None:
+            self._ttft.append(first_token - arrived)
+            self._ttft_tenant.append(self._trace.requests[index].tenant)
+        self._total.append(now - arrived)
+
+    def refuse(self, code: str, arrived: float, now: float) -> None:
+        self._refused[code] += 1
+        self._refusal.append(now - arrived)
+
+    def result(self) -> Result:
+        steps = np.array(self._steps, dtype=np.float64).reshape(-1, 5)
+        start, seconds, running, waiting, held = steps.T
+        duration = float(start[-1] + seconds[-1]) if len(steps) else 0.0
+        busy = float(seconds.sum())
+        queued = waiting > 0
+        full = queued if queued.any() else np.ones(len(steps), dtype=bool)
+        finished = max(1, self.finished)
+        return Result(
+            system=self._system,
+            trace=self._trace.name,
+            settings=self._settings,
+            requests=len(self._trace.requests),
+            finished=self.finished,
+            refused=dict(sorted(self._refused.items())),
+            cut_short=self.cut_short,
+            duration_s=duration,
+            steps=len(steps),
+            output_tokens=self.output_tokens,
+            computed_tokens=self.computed_tokens,
+            output_tokens_per_s=_ratio(self.output_tokens, duration),
+            requests_per_s=_ratio(self.finished, duration),
+            pool_tokens=self._pool_tokens,
+            running_mean=_ratio(float(np.dot(running, seconds)), duration),
+            running_peak=int(running.max()) if len(steps) else 0,
+            running_backlogged=float(running[queued].mean()) if queued.any() else None,
+            used_percent=100 * float(held[full].mean()) / self._pool_tokens if len(steps) else 0.0,
+            waste_life_percent=100 * _ratio(self.allocated_life - self.held_life, self.allocated_life),
+            waste_end_percent=100 * _ratio(self.allocated_end - self.held_end, self.allocated_end),
+            preemptions=self.preemptions,
+            preemptions_per_1000=1000 * self.preemptions / finished,
+            recomputed_tokens=self.recomputed_tokens,
+            prefix_queried_tokens=self.queried_tokens,
+            prefix_hit_tokens=self.hit_tokens,
+            prefix_hit_percent=100 * _ratio(self.hit_tokens, self.queried_tokens),
+            refusal_ms=_ms(self._refusal),
+            latency=Latency(
+                queue=_ms(self._queue),
+                ttft=_ms(self._ttft),
+                between_tokens=Quantiles.of(np.array(self._gaps) * 1000, self._gap_counts),
+                total=_ms(self._total),
+            ),
+            tenants=self._tenants(),
+            wall_s=time.perf_counter() - self._begun,
+            time_line=_time_line(start, seconds, running, waiting, held / self._pool_tokens, duration)
+            if busy
+            else None,
+        )
+
+    def _tenants(self) -> tuple[TenantLatency, ...]:
+        """The tenant that sent most, and all others together. Empty where there is one tenant only."""
+        sent = Counter(request.tenant for request in self._trace.requests)
+        if len(sent) < 2:
+            return ()
+        heaviest, count = sent.most_common(1)[0]
+        share = 100 * count / len(self._trace.requests)
+        theirs = [t for t, tenant in zip(self._ttft, self._ttft_tenant, strict=True) if tenant == heaviest]
+        others = [t for t, tenant in zip(self._ttft, self._ttft_tenant, strict=True) if tenant != heaviest]
+        return (
+            TenantLatency(heaviest, share, _ms(theirs)),
+            TenantLatency(f"{len(sent) - 1} others", 100 - share, _ms(others)),
+        )
+
+
+def _ms(seconds: list[float]) -> Quantiles | None:
+    return Quantiles.of(np.array(seconds) * 1000)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _time_line(start: Array, seconds: Array, running: Array, waiting: Array, used: Array, duration: float) -> TimeLine:
+    """Means over the steps that begin in a slice; where none begins, the step that lasts through it, or nothing."""
+    slices = np.minimum((start / duration * SLICES).astype(np.int64), SLICES - 1)
+    weight = np.bincount(slices, seconds, SLICES)
+    middle = (np.arange(SLICES) + 0.5) * duration / SLICES
+    through = np.maximum(np.searchsorted(start, middle, side="right") - 1, 0)
+    lasting = (start[through] <= middle) & (middle < start[through] + seconds[through])
+    worst = np.zeros(SLICES)
+    np.maximum.at(worst, slices, seconds * 1000)
+
+    def mean(values: Array) -> list[float]:
+        sums = np.bincount(slices, values * seconds, SLICES)
+        otherwise = np.where(lasting, values[through], 0.0)
+        return [float(v) for v in np.divide(sums, weight, out=otherwise, where=weight > 0)]
+
+    return TimeLine(duration / SLICES, mean(running), mean(waiting), mean(used * 100), [float(v) for v in worst])

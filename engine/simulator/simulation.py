@@ -1,0 +1,207 @@
+"""The engine on a virtual clock: real core, scheduler and block code; only the device is a timing model.
+
+`Simulation` is the runner that the core calls. Computing a step means: add up what it would take, deliver the requests
+that arrive meanwhile, move the clock on, and hand out the tokens that the trace recorded. So whatever reads the clock
+(queue times, ageing, forecasts) sees the times that a device would have made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from pagemill.engine.admission import Limits, check_request
+from pagemill.engine.core import EngineCore
+from pagemill.engine.errors import RequestError
+from pagemill.engine.kv_cache_manager import KVCacheManager
+from pagemill.engine.outputs import SequenceOutput
+from pagemill.engine.request import Request
+from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.scheduler import Scheduler
+from pagemill.engine.scheduler_output import SchedulerOutput
+from pagemill.engine.simulator.arrivals import Arrivals, Feed
+from pagemill.engine.simulator.device import StepLoad
+from pagemill.engine.simulator.recorder import Recorder
+from pagemill.engine.simulator.result import Result
+from pagemill.engine.simulator.setup import Progress, Setup
+from pagemill.engine.simulator.tokens import END_TOKEN, VOCABULARY, TokenRuns
+from pagemill.engine.simulator.trace import Trace
+
+
+def simulate(trace: Trace, setup: Setup, arrivals: Arrivals, progress: Progress | None = None) -> Result:
+    """Run a trace through the engine. Raises `ConfigError` where trace and arrivals do not go together."""
+    return Simulation(trace, setup, arrivals).run(progress)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in the engine: its place in the trace, the tokens it will get, and when it came."""
+
+    index: int
+    output: range | list[int]
+    arrived: float
+
+
+class Simulation:
+    """One run. `core` may be looked at, and checked, at any time."""
+
+    def __init__(self, trace: Trace, setup: Setup, arrivals: Arrivals) -> None:
+        self._trace = trace
+        self._setup = setup
+        self._timing = setup.device.timing
+        self._feed = Feed(trace, arrivals)
+        self.now = 0.0
+        self._live: dict[str, _Live] = {}
+        self._early: list[SequenceOutput] = []
+        settings = setup.to_dict() | {"arrivals": str(arrivals)}
+        self._recorder = Recorder("pagemill", trace, settings, setup.num_blocks * setup.block_size)
+        self._cache = KVCacheManager(
+            setup.num_blocks + 1, setup.block_size, enable_prefix_caching=setup.enable_prefix_caching
+        )
+        self._scheduler = Scheduler(
+            self._cache, max_num_seqs=setup.seats, max_num_batched_tokens=setup.budget, clock=self._clock
+        )
+        self._limits = Limits(
+            vocab_size=VOCABULARY,
+            max_model_len=setup.max_model_len or VOCABULARY,
+            block_size=setup.block_size,
+            num_blocks=setup.num_blocks,
+            default_max_tokens=setup.max_tokens or VOCABULARY,
+        )
+        self.core = EngineCore(self._scheduler, self, None, [END_TOKEN], clock=self._clock)
+
+    def run(self, progress: Progress | None = None) -> Result:
+        while True:
+            self._deliver(self.now)
+            if not self.core.has_requests:
+                coming = self._feed.next_time
+                if coming is None:
+                    break
+                self.now = max(self.now, coming)
+                continue
+            before = self.now
+            outputs = self.core.step()
+            if self.now == before and not outputs:
+                coming = self._feed.next_time
+                assert coming is not None, "the scheduler stands still with requests waiting"
+                self.now = max(self.now, coming)
+            self._fold(outputs)
+            if progress is not None:
+                progress(self._recorder.finished, len(self._trace.requests))
+        statistics = self._scheduler.statistics()
+        recorder = self._recorder
+        recorder.preemptions = statistics.preemptions
+        recorder.recomputed_tokens = statistics.recomputed_tokens
+        recorder.queried_tokens = statistics.cache.queried_tokens
+        recorder.hit_tokens = statistics.cache.hit_tokens
+        return recorder.result()
+
+    # -- the device ----------------------------------------------------------------------------------------------
+
+    def execute(self, output: SchedulerOutput) -> list[int]:
+        """The runner's part: let the step's time pass, and give the recorded tokens."""
+        recorder, size, live = self._recorder, self._setup.block_size, self._live
+        load = StepLoad()
+        decodes = contexts = held = blocks = 0
+        sampled: list[int] = []
+        for item in output.scheduled:
+            context = item.start + item.num_tokens
+            if item.num_tokens == 1:
+                decodes += 1
+                contexts += context
+            else:
+                load.add_prefill(item.start, item.num_tokens)
+            if item.samples:
+                request = item.request
+                tokens = live[request.request_id].output
+                position = len(request.output_token_ids)
+                held += context
+                blocks += len(item.block_ids)
+                if position + 1 < len(tokens):
+                    sampled.append(tokens[position])
+                else:
+                    sampled.append(END_TOKEN)
+                    recorder.held_end += context
+                    recorder.allocated_end += len(item.block_ids) * size
+        load.decodes = decodes
+        load.kv_tokens += contexts
+        recorder.held_life += held
+        recorder.allocated_life += blocks * size
+        recorder.computed_tokens += output.num_tokens
+        cache = self._cache.statistics()
+        kept = cache.pool.used * size - cache.wasted_slots + output.num_tokens
+        start, end = self.now, self.now + self._timing.seconds(load)
+        recorder.step(start, end, self._scheduler.num_running, self._scheduler.num_waiting, kept)
+        self._deliver(end)
+        self.now = end
+        return sampled
+
+    def _clock(self) -> float:
+        return self.now
+
+    # -- requests come and go ------------------------------------------------------------------------------------
+
+    def _deliver(self, until: float) -> None:
+        """Submit what arrives by `until`, each at its own time."""
+        while (arrival := self._feed.take(until)) is not None:
+            time, index = arrival
+            self.now = max(self.now, time)
+            self._submit(index, time)
+
+    def _submit(self, index: int, arrived: float) -> None:
+        recorded = self._trace.requests[index]
+        name = f"{index}"
+        wanted = self._setup.max_tokens
+        asked = recorded.output_tokens if wanted is None else max(wanted, recorded.output_tokens)
+        room = self._limits.max_model_len - recorded.prompt_tokens
+        try:
+            if room < 1:
+                raise RequestError("prompt_too_long", f"{recorded.prompt_tokens} tokens")
+            asked = min(asked, room)
+            request = Request(
+                request_id=name,
+                prompt_token_ids=cast("list[int]", TokenRuns(recorded.prompt)),
+                params=SamplingParams(temperature=0.0, max_tokens=asked),
+                seed=index,
+                max_tokens=asked,
+                tenant=recorded.tenant,
+            )
+            check_request(request, self._limits)
+            self._live[name] = _Live(index, _tokens(recorded.output), arrived)
+            self._early += self.core.add(request)
+        except RequestError as error:
+            self._live.pop(name, None)
+            self._recorder.refuse(error.code, arrived, self.now)
+            self._feed.ended(index, self.now)
+
+    def _fold(self, outputs: list[SequenceOutput]) -> None:
+        live = self._live
+        if self._early:
+            outputs = outputs + self._early
+            self._early.clear()
+        got = [live[output.request_id].index for output in outputs if output.token_ids]
+        if got:
+            self._recorder.tokens(got, self.now)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._end(output)
+
+    def _end(self, output: SequenceOutput) -> None:
+        ended = self._live.pop(output.request_id)
+        metrics = output.metrics
+        assert metrics is not None
+        if output.finish_reason == "error":
+            assert output.error is not None
+            self._recorder.refuse(output.error.code, ended.arrived, self.now)
+        else:
+            first = None if metrics.ttft_ms is None else ended.arrived + metrics.ttft_ms / 1000
+            self._recorder.cut_short += output.finish_reason == "length"
+            self._recorder.end(ended.index, ended.arrived, ended.arrived + metrics.queue_ms / 1000, first, self.now)
+        self._feed.ended(ended.index, self.now)
+
+
+def _tokens(runs: tuple[tuple[int, int], ...]) -> range | list[int]:
+    if len(runs) == 1:
+        first, count = runs[0]
+        return range(first, first + count)
+    return list(TokenRuns(runs))

@@ -1,0 +1,76 @@
+"""Recorded traffic: who asked when, for how much, and which prompts begin alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pagemill.engine.simulator.tokens import Run
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One recorded request. `arrival_s`: seconds since the trace's start; None where the trace has no times.
+
+    Prompt and output are runs of token ids; an output that a later prompt contains has the same ids there. `previous`:
+    index of the session's call before this one, which must have ended first.
+    """
+
+    prompt: tuple[Run, ...]
+    output: tuple[Run, ...]
+    prompt_tokens: int
+    output_tokens: int
+    arrival_s: float | None = None
+    tenant: str = "default"
+    previous: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival. `dropped`: rows of the file that are no request (failed ones, empty ones)."""
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+    dropped: int = 0
+
+    @property
+    def has_times(self) -> bool:
+        return all(request.arrival_s is not None for request in self.requests)
+
+    @property
+    def has_sessions(self) -> bool:
+        return any(request.previous is not None for request in self.requests)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and output together."""
+        return max(request.prompt_tokens + request.output_tokens for request in self.requests)
+
+    def shortened(self, *, longest: int | None = None, limit: int | None = None) -> Trace:
+        """The first `limit` requests of those with at most `longest` tokens of prompt and output."""
+        requests: Iterable[tuple[int, TraceRequest]] = enumerate(self.requests)
+        if longest is not None:
+            requests = ((i, r) for i, r in requests if r.prompt_tokens + r.output_tokens <= longest)
+        return self._with([pair for pair, _ in zip(requests, range(limit or len(self.requests)), strict=False)])
+
+    def independent(self) -> Trace:
+        """The same calls, with nobody waiting for an earlier call of the session."""
+        return self._changed(lambda request: dataclasses.replace(request, previous=None))
+
+    def arriving(self, times: Iterable[float | None]) -> Trace:
+        """The same requests at other times."""
+        pairs = zip(self.requests, times, strict=True)
+        requests = tuple(dataclasses.replace(request, arrival_s=time) for request, time in pairs)
+        return dataclasses.replace(self, requests=requests)
+
+    def _changed(self, change: Callable[[TraceRequest], TraceRequest]) -> Trace:
+        return dataclasses.replace(self, requests=tuple(map(change, self.requests)))
+
+    def _with(self, kept: list[tuple[int, TraceRequest]]) -> Trace:
+        """A selection: a call whose predecessor was left out waits for nobody."""
+        places = {old: new for new, (old, _) in enumerate(kept)}
+        requests = tuple(
+            dataclasses.replace(r, previous=places.get(r.previous) if r.previous is not None else None) for _, r in kept
+        )
+        return dataclasses.replace(self, requests=requests)

@@ -1,0 +1,108 @@
+"""The team of kernel threads: every part exactly once, whoever calls, sleeps, ends or forks."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagemill.kernels.cpu.jit import helper, kernel
+from pagemill.kernels.cpu.ops import CpuOps
+from pagemill.kernels.cpu.team import Team, run
+
+
+@helper
+def _count(part: int, parts: int, counts: Any) -> None:
+    counts[part] += 1
+    counts[-1] = parts
+
+
+@kernel
+def count_parts(board: int, counts: Any) -> None:
+    run(board, 8, _count, (counts,))
+
+
+def test_every_part_runs_exactly_once() -> None:
+    team = Team(3)
+    for _ in range(3000):
+        counts = np.zeros(25, np.int64)
+        count_parts(team.board(), counts)
+        assert counts.tolist() == [1] * 24 + [24]
+
+
+def test_a_team_of_one_has_no_board_and_no_threads() -> None:
+    before = threading.active_count()
+    counts = np.zeros(2, np.int64)
+    count_parts(Team(1).board(), counts)
+    assert counts.tolist() == [1, 1]
+    assert threading.active_count() == before
+
+
+def test_several_threads_may_call_at_once() -> None:
+    """One call has the team; the others run alone meanwhile. None waits for another, none sees another's work."""
+    ops = CpuOps(threads=2)
+    inputs = [torch.randn(200, 576) for _ in range(4)]
+    expected = [ops.rms_norm(x, torch.ones(576), 1e-5) for x in inputs]
+    wrong: list[int] = []
+
+    def call(index: int) -> None:
+        for _ in range(200):
+            if not torch.equal(ops.rms_norm(inputs[index], torch.ones(576), 1e-5), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+def test_helpers_end_with_their_team() -> None:
+    before = set(threading.enumerate())
+    team = Team(3)
+    count_parts(team.board(), np.zeros(25, np.int64))
+    helpers = set(threading.enumerate()) - before
+    assert len(helpers) == 2
+    del team
+    gc.collect()
+    for helper_thread in helpers:
+        helper_thread.join(30)
+        assert not helper_thread.is_alive()
+
+
+def test_an_idle_helper_sleeps_and_wakes() -> None:
+    team = Team(2)
+    count_parts(team.board(), np.zeros(17, np.int64))
+    (wake,) = team._wake
+    deadline = time.monotonic() + 30
+    while wake.is_set() and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    assert not wake.is_set()
+    counts = np.zeros(17, np.int64)
+    count_parts(team.board(), counts)
+    assert wake.is_set() or counts[:16].tolist() == [1] * 16
+
+
+def _call_after_fork(team: Team, results: Any) -> None:
+    counts = np.zeros(17, np.int64)
+    count_parts(team._board, counts)
+    results.put(counts.tolist())
+
+
+def test_a_forked_child_has_no_helpers_and_does_not_miss_them() -> None:
+    team = Team(2)
+    count_parts(team.board(), np.zeros(17, np.int64))
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=_call_after_fork, args=(team, results))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert results.get() == [1] * 16 + [16]
