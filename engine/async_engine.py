@@ -37,6 +37,18 @@ class _Live:
     seats: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    request: Request
+    resumed: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+    error: RequestError | None
+
+
 class AsyncEngine:
     """Submit requests from the event loop, get increments on it. Made by `create` inside a running loop."""
 
@@ -50,7 +62,7 @@ class AsyncEngine:
         self._room = asyncio.Event()
         self._room.set()
         self._wake = threading.Condition()
-        self._inbox: deque[Request | tuple[str, RequestError | None]] = deque()
+        self._inbox: deque[_Submission | _Abort] = deque()
         self._stopping = False
         self._statistics = parts.core.scheduler.statistics()
         self._failure: EngineDeadError | None = None
@@ -82,7 +94,6 @@ class AsyncEngine:
         cache_salt: str = "",
         priority: int = 1,
         seed: int | None = None,
-        output_token_ids: Sequence[int] = (),
     ) -> Request:
         """Tokenise off the loop and check. Raises `RequestError` for whatever this engine can never serve."""
 
@@ -97,14 +108,16 @@ class AsyncEngine:
                 cache_salt=cache_salt,
                 priority=priority,
                 seed=seed,
-                output_token_ids=output_token_ids,
             )
 
         return await asyncio.to_thread(work)
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: Sink, resumed: Sequence[Sequence[int]] = ()) -> None:
         """Hand a prepared request to the step thread. `sink` gets its increments on the event loop, the last one
-        `final`. Raises `duplicate_id` while the id is live, `EngineDeadError` after a device failure."""
+        `final`. `resumed`: what each of its choices has told already; generation goes on from there.
+
+        Raises `duplicate_id` while the id is live, `EngineDeadError` after a device failure.
+        """
         if self._failure is not None:
             raise self._failure
         if request.request_id in self._live:
@@ -114,12 +127,12 @@ class AsyncEngine:
         self._pending_blocks += blocks
         self._seats += request.params.num_sequences
         self._update_room()
-        self._send(request)
+        self._send(_Submission(request, resumed))
 
     def abort(self, request_id: str, error: RequestError | None = None) -> None:
         """End a request within one step, as "cancelled", or as "error" with the error given. Unknown ids: no-op."""
         if request_id in self._live:
-            self._send((request_id, error))
+            self._send(_Abort(request_id, error))
 
     @property
     def num_live(self) -> int:
@@ -187,10 +200,10 @@ class AsyncEngine:
                 checked = False
                 outputs: list[SequenceOutput] = []
                 for message in inbox:
-                    if isinstance(message, Request):
-                        outputs += core.add(message)
+                    if isinstance(message, _Submission):
+                        outputs += core.add(message.request, message.resumed)
                     else:
-                        outputs += core.abort(*message)
+                        outputs += core.abort(message.request_id, message.error)
                 if core.has_requests:
                     outputs += core.step()
                 self._post(self._deliver, outputs, core.scheduler.statistics())
@@ -205,7 +218,7 @@ class AsyncEngine:
 
     # -- the event loop's side -----------------------------------------------------------------------------------
 
-    def _send(self, message: Request | tuple[str, RequestError | None]) -> None:
+    def _send(self, message: _Submission | _Abort) -> None:
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()

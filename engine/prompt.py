@@ -49,12 +49,10 @@ def make_request(
     cache_salt: str = "",
     priority: int = 1,
     seed: int | None = None,
-    output_token_ids: Sequence[int] = (),
 ) -> Request:
     """Tokenise, check and number a request. Raises `RequestError` for whatever this engine cannot serve.
 
     `seed`: the one kept in the request's record, if it ran before; else the parameters', else a new one.
-    `output_token_ids`: what was generated and told already; generation goes on from there.
     """
     if params.stop and tokenizer is None:
         raise invalid("stop strings need a tokenizer, and this engine runs without one", "stop")
@@ -71,7 +69,6 @@ def make_request(
         tenant=tenant,
         cache_salt=cache_salt,
         priority=priority,
-        output_token_ids=list(output_token_ids),
     )
     check_request(request, limits)
     return request

@@ -6,6 +6,7 @@ they are kept until the end, so that a server that lost some in a failover can b
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,8 +64,8 @@ class LiveRequest:
     _events: list[bytes] = field(default_factory=list, init=False)
     _started: bool = field(default=False, init=False)
     _ran: bool = field(default=False, init=False)
-    _token_ids: list[int] = field(default_factory=list, init=False)
-    _text: list[str] = field(default_factory=list, init=False)
+    _token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _text: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _final_events: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -72,13 +73,15 @@ class LiveRequest:
         self._ran = self.begun.seq > 0
 
     @property
-    def choice(self) -> ChoiceTranscript:
-        return self.transcript.choice(0)
+    def choices(self) -> list[ChoiceTranscript]:
+        """What was made events of each choice, in order of their index."""
+        count = 1 if self.body is None else self.body.params.n
+        return [self.transcript.choice(index) for index in range(count)]
 
     @property
     def has_tokens(self) -> bool:
         """Whether a token has been generated, published or not."""
-        return bool(self.choice.token_ids or self._token_ids)
+        return bool(self._token_ids) or any(choice.token_ids for choice in self.choices)
 
     @property
     def streams(self) -> bool:
@@ -92,16 +95,22 @@ class LiveRequest:
         """Take an increment of the engine in."""
         if output.started:
             self._started = self._ran = True
-        self._token_ids += output.token_ids
+        if output.token_ids:
+            self._token_ids[output.index] += output.token_ids
         if output.text:
-            self._text.append(output.text)
+            self._text[output.index].append(output.text)
         if output.finish_reason is None:
             return
-        choice = self.choice
+        choice = self.transcript.choice(output.index)
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
-        if self.stopping is not None and output.finish_reason in ("cancelled", "error"):
-            self.ending = Ending(self.stopping.state, self.stopping.error, output.metrics)
+        stopped = self.stopping is not None and output.finish_reason in ("cancelled", "error")
+        if stopped:
             choice.finish_reason = "cancelled"
+        if not output.final:
+            return
+        if stopped:
+            assert self.stopping is not None
+            self.ending = Ending(self.stopping.state, self.stopping.error, output.metrics)
         else:
             error = output.error
             if error is None and output.finish_reason == "cancelled":
@@ -115,32 +124,37 @@ class LiveRequest:
         if self._started:
             self._started = False
             self._add("started", model=self.model, created=self.begun.created)
-        choice = self.choice
-        if (self._token_ids or self._text) and (self.streams or self.ending is not None):
-            token_ids, text = self._token_ids, "".join(self._text)
-            offset, text_offset = len(choice.token_ids), choice.text_length
-            choice.extend(token_ids, text)
-            self._add(
-                "delta",
-                index=0,
-                offset=offset,
-                count=len(token_ids),
-                token_ids=token_ids,
-                text=text,
-                text_offset=text_offset,
-                logprobs=None,
-                chain=choice.chain,
-            )
-            self._token_ids, self._text = [], []
+        if self.streams or self.ending is not None:
+            for index in sorted(self._token_ids.keys() | self._text.keys()):
+                self._add_delta(index, self._token_ids[index], "".join(self._text[index]))
+            self._token_ids.clear()
+            self._text.clear()
         if self.ending is not None:
             self._add_final(self.ending)
+
+    def _add_delta(self, index: int, token_ids: list[int], text: str) -> None:
+        choice = self.transcript.choice(index)
+        offset, text_offset = len(choice.token_ids), choice.text_length
+        choice.extend(token_ids, text)
+        self._add(
+            "delta",
+            index=index,
+            offset=offset,
+            count=len(token_ids),
+            token_ids=token_ids,
+            text=text,
+            text_offset=text_offset,
+            logprobs=None,
+            chain=choice.chain,
+        )
 
     def turn_cancelled(self) -> None:
         """Replace an unpublished end by "cancelled": a cancel was acknowledged before it could be written."""
         assert self.ending is not None
         del self._events[-self._final_events :]
         self._final_events = 0
-        self.choice.finish_reason, self.choice.stop_reason = "cancelled", None
+        for choice in self.choices:
+            choice.finish_reason, choice.stop_reason = "cancelled", None
         self.ending = Ending("cancelled", cancelled_error(), self.ending.metrics)
         self._add_final(self.ending)
 
@@ -171,7 +185,7 @@ class LiveRequest:
             usage=orjson.dumps(self._usage()),
             metrics=orjson.dumps(self._metrics()),
             error=b"" if self.ending.error is None else orjson.dumps(self.ending.error.to_dict()),
-            num_tokens=len(self.choice.token_ids),
+            num_tokens=self._num_tokens,
             result_ttl_ms=int(config.result_ttl_s * 1000),
             replay_ttl_ms=int(config.replay_ttl_s * 1000),
             dead_letter=self.ending.dead_letter,
@@ -183,11 +197,10 @@ class LiveRequest:
 
     def _add_final(self, ending: Ending) -> None:
         before = len(self._events)
-        choice = self.choice
-        if self._ran:
+        for index, choice in enumerate(self.choices if self._ran else []):
             if choice.finish_reason is None:
                 choice.finish_reason = "error" if ending.state == "failed" else "cancelled"
-            self._add("choice", index=0, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason)
+            self._add("choice", index=index, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason)
         fields: dict[str, Any] = {"state": ending.state, "usage": self._usage(), "metrics": self._metrics()}
         if ending.error is not None:
             fields["error"] = ending.error.to_dict()
@@ -196,11 +209,15 @@ class LiveRequest:
         self._add("done", **fields)
         self._final_events = len(self._events) - before
 
+    @property
+    def _num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
     def _usage(self) -> dict[str, int]:
         metrics = self.ending.metrics if self.ending is not None else None
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": len(self.choice.token_ids),
+            "completion_tokens": self._num_tokens,
             "cached_tokens": 0 if metrics is None else metrics.cached_tokens,
         }
 

@@ -172,7 +172,6 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
 
 # Names of the protocol that no engine understands yet: accepted at the value that changes nothing, refused otherwise.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
@@ -183,8 +182,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "beam_width": (1,),
-    "length_penalty": (1, 1.0),
     "callback": (),
 }
 

@@ -336,11 +336,11 @@ class Worker:
             cache_salt=body.cache_salt,
             priority=live.entry.stream,
             seed=live.begun.seed,
-            output_token_ids=live.choice.token_ids,
         )
         live.prompt_tokens = len(request.prompt_token_ids)
         if live.stopping is None and not live.detached:
-            self._engine.submit(request, partial(self._outbox.put, live))
+            told = [choice.token_ids for choice in live.choices]
+            self._engine.submit(request, partial(self._outbox.put, live), told)
 
     # -- what the outbox and the server say ----------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from pagemill.engine.outputs import SequenceOutput
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
-from pagemill.engine.scheduler_output import SchedulerOutput
+from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
 from pagemill.engine.simulator.arrivals import Arrivals, Feed
 from pagemill.engine.simulator.device import StepLoad
 from pagemill.engine.simulator.recorder import Recorder
@@ -67,6 +67,7 @@ class Simulation:
             block_size=setup.block_size,
             num_blocks=setup.num_blocks,
             default_max_tokens=setup.max_tokens or VOCABULARY,
+            max_num_seqs=setup.seats,
         )
         self.core = EngineCore(self._scheduler, self, None, [END_TOKEN], clock=self._clock)
 
@@ -98,7 +99,7 @@ class Simulation:
 
     # -- the device ----------------------------------------------------------------------------------------------
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
+    def execute(self, output: SchedulerOutput) -> StepResult:
         """The runner's part: let the step's time pass, and give the recorded tokens."""
         recorder, size, live = self._recorder, self._setup.block_size, self._live
         load = StepLoad()
@@ -134,7 +135,7 @@ class Simulation:
         recorder.step(start, end, self._scheduler.num_running, self._scheduler.num_waiting, kept)
         self._deliver(end)
         self.now = end
-        return sampled
+        return StepResult([[token_id] for token_id in sampled], [None] * len(sampled))
 
     def _clock(self) -> float:
         return self.now

@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Any, str, str | None]] = {
     "priority": ({**X, "priority": 3}, "invalid_request", "priority"),
     "tenant": ({**X, "tenant": "a:b{c}"}, "invalid_request", "tenant"),
     "metadata": ({**X, "metadata": {"k": 1}}, "invalid_request", "metadata.k"),
-    "n": ({**X, "n": 2}, "invalid_request", "n"),
+    "n": ({**X, "n": 65}, "invalid_request", "n"),
     "logprobs": ({**X, "logprobs": 5}, "invalid_request", "logprobs"),
     "format": ({**X, "response_format": {"type": "json_object"}}, "invalid_request", "response_format"),
     "model": ({**X, "model": "gpt-7"}, "unsupported_model", "model"),

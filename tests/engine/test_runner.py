@@ -17,7 +17,7 @@ from pagemill.engine.loader import BUNDLED_MODEL, resolve_model
 from pagemill.engine.model_runner import ModelRunner
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler_output import ScheduledSequence, SchedulerOutput
+from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence, SchedulerOutput
 from tests.engine.tiny_models import CONFIGS, VOCAB, Driver, save_model
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -78,7 +78,7 @@ def test_batch_arrays() -> None:
 
 
 def test_empty_and_unsampled_steps_return_nothing(driver: Driver) -> None:
-    assert driver.runner.execute(SchedulerOutput(1)) == []
+    assert driver.runner.execute(SchedulerOutput(1)).tokens == []
     request = driver.request(PROMPT, GREEDY)
     assert driver.step(ScheduledSequence(request, 0, 5, driver.blocks(8), False)) == []
 
@@ -91,7 +91,7 @@ def test_copied_blocks_carry_on_a_sequence(driver: Driver) -> None:
     request.output_token_ids += driver.step(ScheduledSequence(request, 0, len(PROMPT), block, True))
     intruder = driver.request(PROMPT[::-1], GREEDY)
     output = SchedulerOutput(
-        2, [ScheduledSequence(intruder, 0, len(PROMPT), block, True)], copies=[(block[0], other[0])]
+        2, [ScheduledSequence(intruder, 0, len(PROMPT), block, True)], moves=[BlockMove("copy", block[0], other[0])]
     )
     driver.runner.execute(output)
     while len(request.output_token_ids) < 6:

@@ -68,7 +68,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
     n = 1 if kind == "one" else draw(st.integers(1, 3))
     beams = draw(st.integers(n, 4)) if kind == "beams" else 1
     return Arrival(
-        prompt=PREFIXES[draw(st.integers(0, len(PREFIXES) - 1))] + draw(st.lists(st.integers(1, 49), min_size=1, max_size=20)),
+        prompt=draw(st.sampled_from(PREFIXES)) + draw(st.lists(st.integers(1, 49), min_size=1, max_size=20)),
         max_tokens=draw(st.integers(1, 40 if beams == 1 else 12)),
         seed=draw(st.integers(0, 2)),
         step=draw(st.integers(0, 12)),
@@ -172,7 +172,8 @@ def test_tokens_are_the_twins(
             end, tokens = bench.choice_ends.get((name, choice)), bench.choices[name, choice]
             if arrival.beams > 1 and tokens != text:
                 # Told whole or not at all, and cut short only where the pool could not hold all beams.
-                whole = -(-len(arrival.prompt) // block_size) + arrival.beams * (-(-arrival.max_tokens // block_size) + 1)
+                each = -(-arrival.max_tokens // block_size) + 1
+                whole = -(-len(arrival.prompt) // block_size) + arrival.beams * each
                 assert not tokens or whole > bench.cache.num_usable
                 continue
             assert tokens == text[: len(tokens)]

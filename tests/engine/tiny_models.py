@@ -131,7 +131,8 @@ class Driver:
     def step(self, *scheduled: ScheduledSequence) -> list[int]:
         self.steps += 1
         total = sum(item.num_tokens for item in scheduled)
-        return self.runner.execute(SchedulerOutput(self.steps, list(scheduled), num_tokens=total))
+        result = self.runner.execute(SchedulerOutput(self.steps, list(scheduled), num_tokens=total))
+        return [token_id for drawn in result.tokens for token_id in drawn]
 
     def chunks(self, request: Request, block_ids: list[int], start: int, size: int) -> Iterator[ScheduledSequence]:
         """What is known of the request from `start` on, `size` tokens at a time; only the last chunk samples."""

@@ -46,7 +46,7 @@ async def events(client: Client, request_id: str = "a") -> list[dict[str, Any]]:
 
 
 def token(number: int, text: str = "t ", **options: Any) -> SequenceOutput:
-    return SequenceOutput("a", token_ids=[number], text=text, **options)
+    return SequenceOutput("a", token_ids=[number], text=text, final="finish_reason" in options, **options)
 
 
 class Bench:
@@ -140,7 +140,7 @@ def test_a_cancel_beats_an_end_that_is_not_written_yet(queue_config: QueueConfig
                 await bench.sent()
                 assert bench.cancelled == ["cancelled"]
                 live.stopping = Ending("cancelled", RequestError("cancelled", "the request was cancelled"))
-                bench.outbox.put(live, SequenceOutput("a", finish_reason="cancelled"))
+                bench.outbox.put(live, SequenceOutput("a", finish_reason="cancelled", final=True))
             else:
                 bench.outbox.put(live, token(2, finish_reason="length"))
             await bench.sent()

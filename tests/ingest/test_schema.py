@@ -68,8 +68,6 @@ def test_null_means_the_default() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("presence_penalty", 0.5),
         ("frequency_penalty", False),
         ("logit_bias", {"5": 1}),
@@ -77,7 +75,6 @@ def test_null_means_the_default() -> None:
         ("logprobs", True),
         ("allowed_token_ids", [1]),
         ("bad_words", ["x"]),
-        ("beam_width", 4),
         ("response_format", {"type": "json_object"}),
         ("structured_outputs", {"regex": "a"}),
         ("callback", {"url": "https://example.com"}),
