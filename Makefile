@@ -12,7 +12,8 @@ export PYTHONUNBUFFERED := 1
 .PHONY: help install run serve test check bench gpu-check clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf '  make %-10s %s\n' "$$name" "$$text"; done
 
 install: $(STAMP)  ## make .venv with pinned versions (done by the others where needed)
 

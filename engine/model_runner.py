@@ -64,6 +64,7 @@ class ModelRunner:
         meter: MemoryMeter = CudaMemory(self.device) if self.device == "cuda" else CpuMemory()
         before = meter.held()
         checkpoint = Checkpoint(folder.weight_files, progress)
+        self._check_room(checkpoint, meter.limit() - before)
         loading = Loading(checkpoint, self._ops, self._dtype, self.device)
         with torch.inference_mode():
             self._model = load_model(folder, loading, config.max_model_len)
@@ -156,6 +157,15 @@ class ModelRunner:
             usable = bool(torch.isfinite(values[0]))
             tokens[row], logprobs[row] = ids.tolist() if usable else [-1], values.tolist()
         return StepResult(tokens, logprobs)
+
+    def _check_room(self, checkpoint: Checkpoint, room: int) -> None:
+        """Better refused than killed by the system half way through."""
+        needed = checkpoint.num_elements * self._dtype.itemsize
+        if needed > room:
+            raise ConfigError(
+                f"the weights of {self._config.model} take {needed / MIB:.0f} MiB in {self.dtype_name}, and this "
+                f"process may use {max(0, room) / MIB:.0f} MiB more on {self.device}"
+            )
 
     def _layout(self, num_blocks: int) -> KVLayout:
         spec = self.spec

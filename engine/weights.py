@@ -6,6 +6,7 @@ that differs from what the model expects in any of these ways would answer nonse
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import zipfile
@@ -44,36 +45,42 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def copy_into(self, name: str, destination: torch.Tensor) -> None:
-        """Fill `destination` with the tensor `name`, converted to its dtype and device."""
-        if name not in self._tensors:
-            raise ConfigError(f"the checkpoint lacks the weight {name} {tuple(destination.shape)}")
-        reader, stored = self._tensors[name]
-        tensor = reader.read(stored)
-        if tensor.dtype not in _FLOATING:
-            raise ConfigError(f"weight {name} is {tensor.dtype}: quantised checkpoints are not supported")
-        if tensor.shape != destination.shape:
-            expected = tuple(destination.shape)
-            raise ConfigError(f"weight {name} has shape {tuple(tensor.shape)}; config.json says {expected}")
-        destination.copy_(tensor)
-        self._unused.discard(name)
-        self._progress("loading weights", 1 - len(self._unused) / len(self._tensors))
+    @property
+    def num_elements(self) -> int:
+        """Elements of all tensors together."""
+        return sum(math.prod(reader.shape(stored)) for reader, stored in self._tensors.values())
 
     def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype, device: str) -> torch.Tensor:
         """The tensor `name` of this shape, as a new tensor."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-        self.copy_into(name, tensor)
-        return tensor
+        return self.stack((name,), (shape[0],), shape[1:], dtype=dtype, device=device)
 
     def stack(
         self, names: Iterable[str], sizes: Iterable[int], tail: Sequence[int], *, dtype: torch.dtype, device: str
     ) -> torch.Tensor:
         """Tensors of shape (size, *tail) one under another: separate projections fused into one."""
-        sizes = list(sizes)
+        names, sizes = list(names), list(sizes)
+        for name, size in zip(names, sizes, strict=True):
+            self._check_shape(name, (size, *tail))  # before memory is taken for what config.json claims
         fused = torch.empty((sum(sizes), *tail), dtype=dtype, device=device)
         for name, part in zip(names, torch.split(fused, sizes), strict=True):
-            self.copy_into(name, part)
+            self._copy(name, part)
         return fused
+
+    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        if name not in self._tensors:
+            raise ConfigError(f"the checkpoint lacks the weight {name} {expected}")
+        reader, stored = self._tensors[name]
+        if reader.shape(stored) != expected:
+            raise ConfigError(f"weight {name} has shape {reader.shape(stored)}; config.json says {expected}")
+
+    def _copy(self, name: str, destination: torch.Tensor) -> None:
+        reader, stored = self._tensors[name]
+        tensor = reader.read(stored)
+        if tensor.dtype not in _FLOATING:
+            raise ConfigError(f"weight {name} is {tensor.dtype}: quantised checkpoints are not supported")
+        destination.copy_(tensor)
+        self._unused.discard(name)
+        self._progress("loading weights", 1 - len(self._unused) / len(self._tensors))
 
     def ignore(self, pattern: str) -> None:
         """Leave out the tensors whose whole name matches a regular expression."""
@@ -98,6 +105,9 @@ class _SafetensorsFile:
             raise ConfigError(f"{path} is damaged or not complete: {error}") from error
         self.names: list[str] = list(self._file.keys())
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(cast(Any, self._file).get_slice(name).get_shape())
+
     def read(self, name: str) -> torch.Tensor:
         try:
             tensor: torch.Tensor = self._file.get_tensor(name)
@@ -118,6 +128,9 @@ class _PyTorchFile:
             raise ConfigError(f"{path} does not hold a state dict")
         self._state: dict[str, torch.Tensor] = state
         self.names: list[str] = list(state)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._state[name].shape)
 
     def read(self, name: str) -> torch.Tensor:
         return self._state[name]

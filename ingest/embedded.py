@@ -171,12 +171,20 @@ class EmbeddedServer:
         if self._lock is not None:
             return
         lock = os.open(self.data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigError(f"data folder {self.data_dir} is in use by another embedded server") from None
-        self._lock = lock
+        # After a crash of its parent a server still writes its data for a moment, while its successor starts already.
+        deadline = time.monotonic() + 2.0
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(lock)
+                    message = f"data folder {self.data_dir} is in use by another embedded server"
+                    raise ConfigError(message) from None
+                time.sleep(0.02)
+            else:
+                self._lock = lock
+                return
 
     def _launch(self, program: Path, port: int | None) -> None:
         command = [str(program), "--dir", str(self.data_dir), "--bind", "127.0.0.1", "--port", str(port or 0)]

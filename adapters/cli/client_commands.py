@@ -10,10 +10,13 @@ import sys
 from typing import Any
 
 import orjson
+from redis.exceptions import RedisError
 
 from pagemill.adapters.cli.parser import given_body
 from pagemill.adapters.cli.settings import Settings, without_password
-from pagemill.ingest.client import AsyncClient, AsyncHandle, Result
+from pagemill.adapters.cli.status import UnreachableError
+from pagemill.engine.errors import invalid
+from pagemill.ingest.client import AsyncClient, AsyncHandle, QueueUnavailableError, Result
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.redis import connect_commands
 
@@ -22,7 +25,10 @@ NOTICE_AFTER_S = 3.0  # silence after which a waiting person is told what is mis
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     command = {"submit": _submit, "watch": _watch, "cancel": _cancel}[args.command]
-    return asyncio.run(command(args, settings.queue()))
+    try:
+        return asyncio.run(command(args, settings.queue()))
+    except (QueueUnavailableError, RedisError) as error:
+        raise UnreachableError(str(error)) from error
 
 
 async def _submit(args: argparse.Namespace, queue: QueueConfig) -> int:
@@ -42,7 +48,10 @@ def _prompt(args: argparse.Namespace) -> dict[str, Any]:
     if text is None or text == "-":
         if sys.stdin.isatty():
             print("reading the prompt from standard input; end it with Ctrl-D", file=sys.stderr)
-        text = sys.stdin.read().removesuffix("\n")
+        try:
+            text = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise invalid(f"standard input is not {error.encoding}: {error.reason}", "prompt") from error
     if not (args.chat or args.system):
         return {"prompt": text}
     system = [{"role": "system", "content": args.system}] if args.system else []
@@ -86,6 +95,9 @@ async def _show(handle: AsyncHandle, queue: QueueConfig, args: argparse.Namespac
                     begun = True
                     print(delta.text, end="", flush=True)
             result = await handle.result()
+    except asyncio.CancelledError:
+        print(f"\nrequest {handle.request_id} goes on; `pagemill cancel {handle.request_id}` ends it", file=sys.stderr)
+        raise
     finally:
         notice.cancel()
         if begun:

@@ -191,7 +191,7 @@ async def _clients(
 
 def _chat_body(question: str) -> dict[str, Any]:
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
-    return {"messages": messages, "max_tokens": 40, "temperature": 0.0, "flush_ms": 150}
+    return {"messages": messages, "max_tokens": 40, "temperature": 0.6, "seed": 1, "flush_ms": 150}
 
 
 async def _follow(client: AsyncClient, run: Run, view: View) -> None:

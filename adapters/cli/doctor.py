@@ -41,6 +41,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         except ConfigError as error:
             failed += 1
             print(f"{'fail':<5} {subject:<10} {error}", flush=True)
+        except ModuleNotFoundError as error:
+            failed += 1
+            print(f"{'fail':<5} {subject:<10} {error.name} is not installed", flush=True)
     print(f"{failed} failed" if failed else "all checks passed")
     return 1 if failed else 0
 

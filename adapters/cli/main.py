@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -11,9 +12,8 @@ from collections.abc import Sequence
 
 from pagemill.adapters.cli.parser import given_settings, make_parser, parse
 from pagemill.adapters.cli.settings import load_settings
+from pagemill.adapters.cli.status import DONE, FAILED, INTERRUPTED, UNREACHABLE, USAGE, UnreachableError
 from pagemill.engine.errors import ConfigError, EngineDeadError, RequestError
-
-DONE, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
 _MODULES = {
     "demo": "demo",
@@ -31,6 +31,9 @@ _MODULES = {
 
 def run(arguments: Sequence[str]) -> int:
     """Run `pagemill` with these arguments; return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a generation
     args = parse(arguments)
     if args.version:
         import pagemill
@@ -81,6 +84,6 @@ def _explain(error: Exception) -> tuple[int, str]:
         return USAGE, f"{error.name} is not installed; the engine needs: pip install 'pagemill[engine]'"
     if isinstance(error, TimeoutError):
         return UNREACHABLE, f"no answer in time{f': {error}' if str(error) else ''}"
-    if type(error).__name__ == "QueueUnavailableError" or type(error).__module__.startswith("redis"):
+    if isinstance(error, UnreachableError):
         return UNREACHABLE, f"the queue cannot be reached: {error}"
     return FAILED, f"unexpected {type(error).__name__}: {error} (--debug shows where)"

@@ -31,6 +31,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Serve until a signal. Returns 0 after a clean stop; a device that fails is an `EngineDeadError`."""
+    import pagemill.ingest.worker  # noqa: F401  where the engine is not installed, say so before a server is started
+
     engine, queue, process = settings.engine(), settings.queue(), settings.process()
     if args.command == "engine" or settings.is_given("redis_url"):
         return asyncio.run(_serve(engine, queue))

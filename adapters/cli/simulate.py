@@ -41,6 +41,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         from pagemill.engine.simulator.plot import check_plot
 
         check_plot(Path(args.plot))
+    for name in ("limit", "longest"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {value}")
     sweeps = _sweeps(args)
     twins = _twins(args.contiguous)
     trace = read_trace(Path(args.trace), turns=args.turns, limit=args.limit, clients=args.clients, seed=args.seed)

@@ -12,6 +12,8 @@ from typing import Any
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import ModelFolder
 
+_LONGEST = 1 << 24  # tokens; a table of rotary positions that long is gigabytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -91,6 +93,8 @@ class ConfigReader:
 
     def max_model_len(self, wanted: int | None, longest: int) -> int:
         """The context length to serve: `wanted` tokens, or all that the model was made for."""
+        if longest > _LONGEST:
+            raise self.error(f"max_position_embeddings {longest} is not plausible")
         if wanted is None:
             return longest
         if wanted > longest:

@@ -2,7 +2,8 @@
 
 | format | a line | prompts alike |
 |---|---|---|
-| Azure LLM inference | CSV `arrival_ms,prompt_tokens,output_tokens` | never |
+| Azure LLM inference | CSV `TIMESTAMP,ContextTokens,GeneratedTokens` as published, | never |
+| | or `arrival_ms,prompt_tokens,output_tokens` | |
 | BurstGPT | CSV `Timestamp` (s), `Request tokens`, `Response tokens`; 0, 0: a failed request | never |
 | Mooncake | JSON `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512-token blocks | equal ids |
 | token chains | JSON `input_length`, `output_length`, `token_chain_rle`, `session`, `timestamp`? (ms) | equal ids |
@@ -20,6 +21,7 @@ import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -97,7 +99,7 @@ class _Counted:
 def _guarded(path: Path, read: _Reader, rows: _Counted) -> list[TraceRequest]:
     try:
         return read(rows)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, csv.Error) as error:
         raise ConfigError(f"{path}:{rows.line} is not a row of this trace: {error!r}") from error
 
 
@@ -109,7 +111,7 @@ def _stem(path: Path) -> str:
 def _open(path: Path) -> TextIO:
     with path.open("rb") as file:
         zipped = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8", newline="")
+    return gzip.open(path, "rt", encoding="utf-8-sig") if zipped else path.open(encoding="utf-8-sig", newline="")
 
 
 def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
@@ -141,6 +143,8 @@ def _choose(
     names = set(row) if isinstance(row, dict) else set()
     if {"arrival_ms", "prompt_tokens", "output_tokens"} <= names:
         return lambda rows: _lengths(rows, "arrival_ms", "prompt_tokens", "output_tokens", 1e-3), "lengths"
+    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
+        return lambda rows: _lengths(rows, "TIMESTAMP", "ContextTokens", "GeneratedTokens", 1.0), "lengths"
     if {"Timestamp", "Request tokens", "Response tokens"} <= names:
         return lambda rows: _lengths(rows, "Timestamp", "Request tokens", "Response tokens", 1.0), "lengths"
     if "hash_ids" in names:
@@ -162,8 +166,11 @@ def _count(value: Any) -> int:
 
 
 def _seconds(value: Any, unit: float) -> float:
-    time = float(value) * unit
-    if not 0 <= time < 1e9:
+    try:
+        time = float(value) * unit
+    except ValueError:
+        time = datetime.fromisoformat(value).replace(tzinfo=UTC).timestamp()
+    if not 0 <= time < 1e11:
         raise ValueError(f"a time of {time} s")
     return time
 

@@ -200,8 +200,9 @@ def make_score_tile(rows: int) -> Callable[..., Any]:
             b_data = _data(context, builder, sig.args[3], args[3], word)
             c_data = _data(context, builder, sig.args[8], args[8], _F32)
             mask = _lane_mask(builder, columns)
-            # Two chains of sums for each row where there are few rows, to cover the latency of a fused multiply-add.
-            chains = 2 if packed and rows <= 4 else 1
+            # Two chains of sums, to cover the latency of a fused multiply-add where rows are few; also where they are
+            # many, so that a row's score has the same bits in a prefill as in a decode.
+            chains = 2 if packed else 1
             sums = _accumulators(builder, rows * chains)
             for pointer in sums:
                 builder.store(ir.Constant(_VF32, [0.0] * LANES), pointer)

@@ -37,6 +37,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'pagemill' has no attribute {name!r}")
+    _keep_logs_quiet()
     try:
         value = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
@@ -50,6 +51,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _keep_logs_quiet() -> None:
+    """A program that has not set structlog up gets warnings on standard error, not every line on standard output."""
+    import logging
+    import sys
+
+    import structlog
+
+    if not structlog.is_configured():
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        )
 
 
 def _version() -> str:

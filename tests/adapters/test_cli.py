@@ -111,6 +111,24 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     assert _python("import pagemill; assert {'LLM', 'Client'} <= set(dir(pagemill))").returncode == 0
 
 
+def test_logs_stay_off_the_standard_output_of_a_program_that_uses_the_library() -> None:
+    ran = _python(
+        "import structlog\nfrom pagemill import SamplingParams\nlog = structlog.get_logger('x')\n"
+        "log.info('detail')\nlog.warning('careful')"
+    )
+    assert ran.stdout == "" and "careful" in ran.stderr and "detail" not in ran.stderr
+    ran = _python(
+        "import structlog\nstructlog.configure()\nfrom pagemill import SamplingParams\n"
+        "structlog.get_logger('x').info('detail')"
+    )
+    assert "detail" in ran.stdout, "a program's own choice stays"
+
+
+def test_output_that_the_terminal_cannot_show_is_no_error(tmp_path: Path) -> None:
+    ran = pagemill("config", "--queue", "q", "--served-model-name", "客", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert ran.returncode == 0 and "\\u5ba2" in ran.stdout
+
+
 def test_the_engine_says_what_to_install_where_it_is_missing() -> None:
     ran = _python(
         "import sys\nsys.modules['torch'] = None\n"

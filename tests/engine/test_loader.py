@@ -163,6 +163,8 @@ def test_eos_ids_come_from_both_files(copy: Path) -> None:
         (lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear"}), "factor is missing"),
         (lambda f: edit_json(f / "config.json", partial_rotary_factor=0.5), "partial_rotary_factor"),
         (lambda f: edit_json(f / "config.json", vocab_size=321), r"embed_tokens.weight has shape \(320, 64\)"),
+        (lambda f: edit_json(f / "config.json", intermediate_size=10**12), r"config.json says \(1000000000000, 64\)"),
+        (lambda f: edit_json(f / "config.json", max_position_embeddings=10**12), "1000000000000 is not plausible"),
         (lambda f: edit_json(f / "config.json", num_hidden_layers=4), "lacks the weight layers.3.input_layernorm"),
         (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "weights that the model lacks, first layers.2"),
         (

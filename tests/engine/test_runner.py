@@ -187,6 +187,16 @@ def test_a_pool_that_the_system_refuses_is_a_named_error(folder: Path, monkeypat
         resource.setrlimit(resource.RLIMIT_AS, usual)
 
 
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagemill.engine.machine import process_memory
+
+    monkeypatch.setattr("pagemill.engine.memory.memory_limit", lambda: process_memory() + 1000)
+    with pytest.raises(ConfigError, match=r"take \d+ MiB in float32, and this process may use 0 MiB more on cpu"):
+        make_runner(folder)
+
+
 def test_the_profiled_step_fits_a_short_context(folder: Path) -> None:
     """More tokens in a step than all sequences of the context length have."""
     runner = make_runner(folder, num_blocks_override=None, max_model_len=5, max_num_seqs=3, max_num_batched_tokens=512)

@@ -107,6 +107,8 @@ sys.stdin.readline()
         line = parent.stdout.readline()
     pid = int(line)
     assert alive(pid)
+    # The server itself holds the lock of its folder, also when its parent is gone.
+    assert str(tmp_path / "lock") in {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
     if how is None:
         parent.stdin.close()
     else:

@@ -146,6 +146,7 @@ def test_a_cancel_beats_an_end_that_is_not_written_yet(queue_config: QueueConfig
             await bench.sent()
             items = await events(bench.client)
             assert [item["seq"] for item in items] == list(range(1, len(items) + 1))
+            assert [item["type"] for item in items[-3:]] == ["delta", "choice", "done"]
             assert items[-2]["finish_reason"] == "cancelled" and items[-1]["state"] == "cancelled"
             assert [n for item in items if item["type"] == "delta" for n in item["token_ids"]] == [1, 2]
 
@@ -168,8 +169,8 @@ def test_events_wait_while_redis_is_away(run: Run) -> None:
                 for number in range(2, 20):
                     bench.outbox.put(live, token(number))
                     await asyncio.sleep(0)
-                await asyncio.sleep(0.2)
                 bench.outbox.put(live, token(20, finish_reason="length"))
+                await asyncio.sleep(1)  # several tries fail
                 await asyncio.to_thread(server.start)
                 await bench.sent()
                 items = await events(bench.client)

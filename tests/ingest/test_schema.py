@@ -116,6 +116,8 @@ def test_unreadable_is_told_from_refused() -> None:
         with pytest.raises(RequestError) as caught:
             parse_body(data, MAX)
         assert not isinstance(caught.value, UnreadableBody)
+    with pytest.raises(RequestError, match="nested deeper than 32"):
+        parse_body(b'{"metadata":' + b"[" * 40 + b"1" + b"]" * 40 + b"}", MAX)
 
 
 json_values = st.recursive(

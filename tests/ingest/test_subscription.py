@@ -162,6 +162,37 @@ def test_losing_live_messages_costs_nothing_but_time(
     run(scenario())
 
 
+def test_a_hole_in_the_live_messages_is_filled_at_once(
+    queue_config: QueueConfig, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagemill.ingest.subscription import Subscription
+
+    deliver = Subscription.deliver
+
+    def drop_some(self: Subscription, seq: int, data: bytes) -> None:
+        if seq not in (3, 4, 8):
+            deliver(self, seq, data)
+
+    monkeypatch.setattr(Subscription, "deliver", drop_some)
+
+    async def scenario() -> None:
+        producer = Producer(queue_config, "a")
+        async with AsyncClient(queue_config, watchdog_s=60) as client:  # silence is not what brings them
+            await producer.begin()
+            await producer.delta()
+            seen = []
+            async for item in client.attach("a").events():
+                seen.append(item["seq"])
+                if item["seq"] == 1:
+                    for _ in range(9):
+                        await producer.delta()
+                    await producer.done()
+            assert seen == list(range(1, 13))
+        await producer.aclose()
+
+    run(scenario())
+
+
 def test_a_slow_reader_falls_back_to_the_stream(queue_config: QueueConfig, run: Run) -> None:
     async def scenario() -> None:
         producer = Producer(queue_config, "a")
@@ -392,7 +423,8 @@ if pid == 0:
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 print(client.cancel("child"), client.cancel("parent"))
-deltas = iter(client.attach("parent"))  # left open: the interpreter must end all the same
+events = client.attach("parent").events()
+next(events)  # and left open: the interpreter must end all the same
 """
     command = [sys.executable, "-W", "ignore", "-c", script, queue_config.redis_url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)

@@ -97,6 +97,29 @@ def test_a_sequence_is_untouched_by_its_neighbours(cpu: CpuOps, dtype: torch.dty
         assert torch.equal(cpu.paged_attention(case.query[begin:end], case.kv, alone, scale=0.25), together[begin:end])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_token_has_the_same_bits_in_a_prefill_in_chunks_and_in_a_decode(
+    cpu: CpuOps, dtype: torch.dtype, group: int
+) -> None:
+    """So that a preempted request, computed again in other pieces, goes on with the same tokens."""
+    length = 150
+    case = make_case([length], [length], group=group, head_dim=64, dtype=dtype)
+    whole = cpu.paged_attention(case.query, case.kv, case.meta, scale=0.125)
+    for step in (1, 7, 64):
+        for begin in range(0, length, step):
+            end = min(begin + step, length)
+            chunk = AttentionMetadata.build(
+                query_start=np.array([0, end - begin]),
+                seq_lens=np.array([end]),
+                block_tables=case.meta.host.block_tables,
+                slot_mapping=case.meta.host.slot_mapping[begin:end],
+                positions=case.meta.host.positions[begin:end],
+            )
+            actual = cpu.paged_attention(case.query[begin:end], case.kv, chunk, scale=0.125)
+            assert torch.equal(actual, whole[begin:end])
+
+
 def test_one_thread_gives_the_same_bits() -> None:
     case = make_case(*MIXED, kv_heads=3, group=3, head_dim=64, dtype=torch.bfloat16)
     threads = torch.get_num_threads()

@@ -111,6 +111,20 @@ def test_linear(cpu: CpuOps, dtype: torch.dtype, rows: int, out_features: int, i
     assert distance(actual, expected) < {torch.float32: 2e-6, torch.bfloat16: 5e-3}[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_has_the_same_bits_whatever_is_beside_it(cpu: CpuOps, dtype: torch.dtype) -> None:
+    prepared = cpu.prepare_linear(torch.randn(200, 576).to(dtype))
+    x = torch.randn(75, 576).to(dtype)
+    together = cpu.linear(x, prepared)
+    for begin, end in [(0, 1), (3, 5), (10, 14), (20, 31), (74, 75)]:
+        assert torch.equal(cpu.linear(x[begin:end], prepared), together[begin:end])
+
+
+def test_a_product_of_the_wrong_width_is_refused(cpu: CpuOps) -> None:
+    with pytest.raises(ValueError, match="input features"):
+        cpu.linear(torch.ones(2, 6), cpu.prepare_linear(torch.ones(4, 8)))
+
+
 def test_copy_blocks_reads_before_it_writes(cpu: CpuOps) -> None:
     pool = torch.arange(5.0)[:, None].repeat(1, 6)
     cpu.copy_blocks(pool, torch.tensor([[1, 2], [2, 3], [4, 1]]))

@@ -1,0 +1,300 @@
+"""The simulator: times that can be reckoned by hand, the real block code's figures against closed forms, twins."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.simulator.arrivals import Arrivals
+from pagemill.engine.simulator.baseline import simulate_contiguous, simulate_naive
+from pagemill.engine.simulator.device import Device, StepLoad, TimingModel
+from pagemill.engine.simulator.result import Quantiles, Result
+from pagemill.engine.simulator.setup import Setup
+from pagemill.engine.simulator.simulation import Simulation, simulate
+from pagemill.engine.simulator.trace import Trace, TraceRequest
+
+FIXED, PREFILL, DECODE, KV, PAIR = 10e-3, 1e-3, 2e-3, 1e-6, 1e-7
+DEVICE = Device("test", TimingModel(FIXED, PREFILL, DECODE, KV, PAIR), 4096, 64, 256)
+BACKLOG = Arrivals(mode="backlog")
+TRACE = Arrivals(mode="trace")
+
+
+def trace_of(*lengths: tuple[int, int], times: list[float] | None = None, tenants: list[str] | None = None) -> Trace:
+    """Requests of (prompt, output) tokens that share nothing."""
+    requests, first = [], 1
+    for index, (prompt, output) in enumerate(lengths):
+        requests.append(
+            TraceRequest(
+                prompt=((first, prompt),),
+                output=((first + prompt, output),),
+                prompt_tokens=prompt,
+                output_tokens=output,
+                arrival_s=times[index] if times else 0.0,
+                tenant=tenants[index] if tenants else "default",
+            )
+        )
+        first += prompt + output
+    return Trace("made", tuple(requests))
+
+
+def drawn(count: int, seed: int = 0, prompts: int = 200, outputs: int = 120) -> Trace:
+    draw = random.Random(seed)
+    return trace_of(*((draw.randint(1, prompts), draw.randint(1, outputs)) for _ in range(count)))
+
+
+def setup(**changes: Any) -> Setup:
+    return Setup(**{"device": DEVICE, **changes})
+
+
+def same(result: Result) -> dict[str, Any]:
+    fields = result.to_dict()
+    del fields["wall_s"]
+    return fields
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_times_of_a_lone_request() -> None:
+    result = simulate(trace_of((40, 3)), setup(), BACKLOG)
+    prefill = FIXED + 40 * PREFILL + 40 * KV + 40 * 41 / 2 * PAIR
+    decodes = [FIXED + DECODE + context * KV for context in (41, 42)]
+    latency = result.latency
+    assert latency.queue is not None and latency.ttft is not None and latency.total is not None
+    assert latency.queue.max == 0
+    assert latency.ttft.max == pytest.approx(1000 * prefill)
+    assert latency.total.max == pytest.approx(1000 * (prefill + sum(decodes)))
+    assert latency.between_tokens is not None
+    assert latency.between_tokens.max == pytest.approx(1000 * decodes[1])
+    assert latency.between_tokens.mean == pytest.approx(1000 * sum(decodes) / 2)
+    assert (result.steps, result.output_tokens, result.computed_tokens) == (3, 3, 42)
+    assert result.output_tokens_per_s == pytest.approx(3 / (prefill + sum(decodes)))
+
+
+def test_a_long_prompt_costs_its_chunks() -> None:
+    result = simulate(trace_of((700, 1)), setup(), BACKLOG)  # a budget of 256 and nobody beside it
+    load = StepLoad()
+    for start, tokens in ((0, 256), (256, 256), (512, 188)):
+        load.add_prefill(start, tokens)
+    assert load.pairs == 700 * 701 // 2 and load.kv_tokens == 256 + 512 + 700
+    assert result.duration_s == pytest.approx(2 * FIXED + DEVICE.timing.seconds(load))
+
+
+def test_who_arrives_during_a_step_has_waited_since_then() -> None:
+    first_step = FIXED + 40 * (PREFILL + KV) + 820 * PAIR
+    arrived = first_step / 4
+    result = simulate(trace_of((40, 1), (40, 1), times=[0.0, arrived]), setup(), TRACE)
+    assert result.latency.queue is not None
+    assert result.latency.queue.max == pytest.approx(1000 * (first_step - arrived))
+
+
+def test_idle_time_passes() -> None:
+    result = simulate(trace_of((5, 1), (5, 1), times=[0.0, 100.0]), setup(), TRACE)
+    assert result.duration_s == pytest.approx(100 + FIXED + 5 * (PREFILL + KV) + 15 * PAIR)
+    assert result.latency.queue is not None and result.latency.queue.max == 0
+    assert result.running_mean < 0.01
+    assert result.running_backlogged is None
+
+
+def test_a_gap_between_tokens_counts_once_for_each_request() -> None:
+    result = simulate(trace_of((8, 50), (8, 50), (8, 2)), setup(), BACKLOG)
+    gaps = result.latency.between_tokens
+    assert gaps is not None
+    first = FIXED + 3 * DECODE + 27 * KV
+    assert gaps.max == pytest.approx(1000 * first)
+    both = sum(2 * (FIXED + 2 * DECODE + 2 * (9 + i) * KV) for i in range(1, 49))
+    assert gaps.mean == pytest.approx(1000 * (3 * first + both) / 99)
+
+
+def test_sessions_wait_for_their_answers() -> None:
+    calls = trace_of((10, 4), (20, 4), (10, 4), (20, 4)).requests
+    linked = Trace(
+        "linked",
+        tuple(
+            TraceRequest(r.prompt, r.output, r.prompt_tokens, 4, None, "t", p)
+            for r, p in zip(calls, (None, 0, None, 2), strict=True)
+        ),
+    )
+    one = simulate(linked, setup(), Arrivals(mode="sessions", sessions=1))
+    assert one.running_peak == 1 and one.finished == 4 and one.latency.queue is not None
+    assert one.latency.queue.max == 0
+    assert simulate(linked, setup(), Arrivals(mode="sessions", sessions=2)).running_peak == 2
+    assert simulate(linked, setup(), BACKLOG).running_peak == 4
+
+
+# -- the real block code ---------------------------------------------------------------------------------------------
+
+
+def life_waste(trace: Trace, size: int) -> float:
+    """Empty share of the allocated slots over all steps that bring a token, in closed form."""
+    held = allocated = 0
+    for request in trace.requests:
+        for context in range(request.prompt_tokens, request.prompt_tokens + request.output_tokens):
+            held += context
+            allocated += -(-context // size) * size
+    return 100 * (1 - held / allocated)
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 64])
+@pytest.mark.parametrize("pool", [4096, 100_000])
+def test_waste_is_what_the_lengths_say(size: int, pool: int) -> None:
+    trace = drawn(60)
+    result = simulate(trace, setup(block_size=size, pool_tokens=pool), BACKLOG)
+    assert result.waste_life_percent == pytest.approx(life_waste(trace, size), abs=1e-9)
+    ends = [r.prompt_tokens + r.output_tokens - 1 for r in trace.requests]
+    assert result.waste_end_percent == pytest.approx(100 * (1 - sum(ends) / sum(-(-e // size) * size for e in ends)))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_everybody_gets_the_recorded_tokens_under_pressure(caching: bool) -> None:
+    trace = drawn(80, prompts=60, outputs=300)
+    simulation = Simulation(trace, setup(pool_tokens=1600, max_tokens=None, enable_prefix_caching=caching), BACKLOG)
+    result = simulation.run()
+    simulation.core.check()
+    assert result.finished == 80 and not result.refused and not result.cut_short
+    assert result.output_tokens == sum(r.output_tokens for r in trace.requests)
+    assert result.preemptions > 0 and result.recomputed_tokens > 0
+    least = sum(r.prompt_tokens + r.output_tokens - 1 for r in trace.requests)
+    assert result.computed_tokens == least + result.recomputed_tokens
+    assert result.preemptions_per_1000 == pytest.approx(result.preemptions / 0.080)
+    assert 60 < result.used_percent <= 100
+
+
+def test_shared_prefixes_are_found() -> None:
+    def call(prompt: tuple[tuple[int, int], ...], output: tuple[int, int]) -> TraceRequest:
+        return TraceRequest(prompt, (output,), sum(count for _, count in prompt), output[1], 0.0)
+
+    shared = Trace("shared", (call(((1, 64), (1000, 32)), (2000, 8)), call(((1, 64), (3000, 32)), (4000, 8))))
+    one_by_one = Arrivals(mode="sessions", sessions=1)
+    result = simulate(shared, setup(), one_by_one)
+    assert (result.prefix_hit_tokens, result.prefix_queried_tokens) == (64, 192)
+    assert result.prefix_hit_percent == pytest.approx(100 / 3)
+    assert simulate(shared, setup(enable_prefix_caching=False), one_by_one).prefix_hit_tokens == 0
+    answered = Trace("answered", (call(((1, 40),), (41, 41)), call(((1, 100),), (2000, 1))))
+    assert simulate(answered, setup(), one_by_one).prefix_hit_tokens == 80  # 80 of 81 have keys: 5 full blocks
+
+
+def test_what_can_never_run_is_refused_by_name() -> None:
+    trace = trace_of((50, 5), (500, 5), (10, 90), (99, 30), (100, 1))
+    result = simulate(trace, setup(pool_tokens=256, max_model_len=100, max_tokens=None), BACKLOG)
+    assert result.refused == {"prompt_too_long": 2}
+    assert (result.finished, result.cut_short) == (3, 1)  # one token of 30 after the prompt of 99
+    assert result.refusal_ms is not None and result.refusal_ms.max == 0
+    result = simulate(trace, setup(pool_tokens=256), BACKLOG)
+    assert result.refused == {"never_fits": 1}
+
+
+def test_a_run_can_be_repeated_exactly() -> None:
+    trace = drawn(50, outputs=250)
+    first, second = (simulate(trace, setup(pool_tokens=2048), Arrivals(mode="poisson", rate=20)) for _ in range(2))
+    assert same(first) == same(second)
+    assert same(first) != same(simulate(trace, setup(pool_tokens=2048), Arrivals(mode="poisson", rate=20, seed=1)))
+
+
+def test_tenants_are_told_apart() -> None:
+    trace = trace_of(*[(50, 20)] * 40, tenants=["heavy"] * 30 + ["a", "b"] * 5)
+    result = simulate(trace, setup(pool_tokens=512), BACKLOG)
+    heavy, others = result.tenants
+    assert (heavy.tenant, heavy.share_percent, others.tenant) == ("heavy", 75, "2 others")
+    assert heavy.ttft is not None and others.ttft is not None
+    assert heavy.ttft.mean < others.ttft.mean  # first come, first served: the others came last
+    assert simulate(trace_of((5, 5)), setup(), BACKLOG).tenants == ()
+
+
+def test_the_time_line_covers_the_run() -> None:
+    result = simulate(trace_of((50, 20), (50, 20), times=[0.0, 60.0]), setup(), TRACE)
+    line = result.time_line
+    assert line is not None and line.slice_s * len(line.running) == pytest.approx(result.duration_s)
+    assert max(line.running) == 1 and line.running[200] == 0 and line.running[0] > 0
+    assert max(line.used_percent) == pytest.approx(100 * 69 / 4096, rel=0.2)
+
+
+def test_settings_that_make_no_sense() -> None:
+    for bad in ({"block_size": 0}, {"pool_tokens": 8}, {"max_num_seqs": 0}, {"max_tokens": 0}, {"max_model_len": 0}):
+        with pytest.raises(ConfigError):
+            setup(**bad)
+    for times in ((-1.0, 0, 0, 0, 0), (0, 0, 0, 0, 0), (float("nan"), 0, 0, 0, 0), (float("inf"), 0, 0, 0, 0)):
+        with pytest.raises(ConfigError):
+            TimingModel(*times)
+
+
+# -- twins -----------------------------------------------------------------------------------------------------------
+
+
+def test_contiguous_runs_what_its_reservations_leave() -> None:
+    trace = trace_of(*[(100, 28)] * 40)
+    engine = simulate(trace, setup(pool_tokens=2048), BACKLOG)
+    by_size = {
+        size: simulate_contiguous(trace, setup(pool_tokens=2048), BACKLOG, size) for size in (512, "pow2", "exact")
+    }
+    assert [by_size[size].running_peak for size in (512, "pow2", "exact")] == [4, 16, 16]
+    assert by_size[512].running_backlogged == pytest.approx(4)
+    assert engine.running_peak > 16
+    held, reserved = sum(range(100, 128)), 512 * 28
+    assert by_size[512].waste_life_percent == pytest.approx(100 * (1 - held / reserved))
+    assert all(result.preemptions == 0 and result.output_tokens == 40 * 28 for result in by_size.values())
+
+
+def test_contiguous_rounds_up_and_refuses() -> None:
+    trace = trace_of((64, 1), (300, 213), (600, 1))
+    exact = simulate_contiguous(trace, setup(pool_tokens=1024), BACKLOG, "exact")
+    assert exact.refused == {} and exact.waste_end_percent == pytest.approx(100 * 3 / (65 + 513 + 601))
+    rounded = simulate_contiguous(trace, setup(pool_tokens=1024), BACKLOG, "pow2")
+    assert rounded.waste_end_percent == pytest.approx(100 * (1 - (64 + 512 + 600) / (128 + 1024 + 1024)))
+    short = simulate_contiguous(trace, setup(pool_tokens=1024), BACKLOG, 512)
+    assert short.refused == {"never_fits": 2} and short.finished == 1
+
+
+def test_the_naive_twin_preempts_whoever_came_last() -> None:
+    # 8 blocks of 4: both start with 3 blocks (12 tokens), both grow to 4 at 13 tokens; at 17 the first needs a fifth.
+    trace = trace_of((12, 10), (12, 10))
+    result = simulate_naive(trace, setup(pool_tokens=32, block_size=4), BACKLOG)
+    assert (result.preemptions, result.recomputed_tokens) == (1, 16)
+    assert result.finished == 2 and result.output_tokens == 20
+    assert simulate_naive(trace, setup(pool_tokens=48, block_size=4), BACKLOG).preemptions == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([1, 4, 16]), st.sampled_from([None, 64]))
+def test_twins_serve_everybody(seed: int, size: int, budget: int | None) -> None:
+    trace = drawn(25, seed, prompts=80, outputs=80)
+    small = setup(pool_tokens=320, block_size=size, max_num_batched_tokens=budget or 256)
+    tokens = sum(r.output_tokens for r in trace.requests)
+    for result in (
+        simulate_naive(trace, small, BACKLOG, budget),
+        simulate_contiguous(trace, small, BACKLOG, "pow2"),
+        simulate(trace, small, BACKLOG),
+    ):
+        assert result.finished == 25 and result.output_tokens == tokens
+        least = sum(r.prompt_tokens + r.output_tokens - 1 for r in trace.requests)
+        assert result.computed_tokens == least + result.recomputed_tokens
+        assert result.used_percent <= 100
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 5)), min_size=1, max_size=40))
+def test_weighted_quantiles_are_those_of_the_repeated_values(pairs: list[tuple[float, int]]) -> None:
+    values, weights = zip(*pairs, strict=True)
+    repeated = np.repeat(values, weights)
+    found = Quantiles.of(values, weights)
+    assert found is not None
+    assert found.mean == pytest.approx(float(repeated.mean()))
+    expected = [float(np.quantile(repeated, q, method="inverted_cdf")) for q in (0.5, 0.9, 0.99)]
+    for a, b, q in zip((found.p50, found.p90, found.p99), expected, (0.5, 0.9, 0.99), strict=True):
+        if abs(q * len(repeated) - round(q * len(repeated))) > 1e-9:  # on the edge both neighbours are right
+            assert a == b
+    ordered = (found.p50, found.p90, found.p99, found.max)
+    assert all(a <= b for a, b in pairwise(ordered)) and found.max == max(values)
+
+
+def test_no_values_have_no_quantiles() -> None:
+    assert Quantiles.of([]) is None

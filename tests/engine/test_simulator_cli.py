@@ -1,0 +1,140 @@
+"""`pagemill bench simulate` from the outside: tables, JSON, sweeps, plots and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagemill.adapters.cli.main import run
+
+USAGE = 2
+
+
+@pytest.fixture
+def azure(tmp_path: Path) -> Path:
+    path = tmp_path / "day.csv"
+    rows = [f"{i * 200},{30 + 37 * i % 200},{5 + 11 * i % 60}" for i in range(40)]
+    path.write_text("arrival_ms,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+    return path
+
+
+@pytest.fixture
+def simulate(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            status = run(["bench", "simulate", *map(str, arguments)])
+        except SystemExit as stopped:
+            status = int(stopped.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_a_table_of_the_engine_and_its_twins(simulate: Any, azure: Path) -> None:
+    flags = ("--arrivals", "backlog", "--pool-tokens", 2048, "--naive", "--max-model-len", 512)
+    status, out, _ = simulate(azure, *flags)
+    assert status == 0
+    assert "day: 40 requests" in out and "arrivals backlog" in out
+    for column in ("pagemill", "naive paged", "contiguous 512", "contiguous pow2", "contiguous exact"):
+        assert column in out
+    for row in ("running while others wait", "waste, life / end", "preemptions, per 1,000", "between tokens ms"):
+        assert row in out
+
+
+def test_json_lines(simulate: Any, azure: Path) -> None:
+    status, out, _ = simulate(azure, "--json", "--pool-tokens", 2048, "--limit", 30, "--rate-scale", 5)
+    assert status == 0
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["system"] for line in lines] == ["pagemill", "contiguous 291", "contiguous pow2", "contiguous exact"]
+    assert all(line["finished"] == 30 and line["latency"]["ttft"]["p99"] > 0 for line in lines)
+    assert lines[0]["settings"]["arrivals"] == "trace x 5"
+    assert lines[0]["duration_s"] >= 29 * 0.2 / 5
+
+
+def test_sweeps(simulate: Any, azure: Path) -> None:
+    status, out, _ = simulate(
+        azure, "--json", "--contiguous", "none", "--block-size", 8, 64, "--sweep", "rate-scale=1,9"
+    )
+    assert status == 0
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [(line["block_size"], line["rate_scale"]) for line in lines] == [
+        ("8", "1"),
+        ("8", "9"),
+        ("64", "1"),
+        ("64", "9"),
+    ]
+    assert lines[0]["waste_life_percent"] < lines[2]["waste_life_percent"]
+    assert lines[0]["duration_s"] > 5 * lines[1]["duration_s"]
+    status, out, _ = simulate(azure, "--arrivals", "backlog", "--sweep", "pool_tokens=1024,4096", "--contiguous", "512")
+    assert status == 0 and "times contiguous" in out and " x " in out
+
+
+def test_a_changed_device(simulate: Any, azure: Path) -> None:
+    slow = ("--fixed-us", 1_000_000, "--json", "--contiguous", "none", "--limit", 1)
+    _, out, _ = simulate(azure, *slow)
+    result = json.loads(out)
+    assert result["duration_s"] == pytest.approx(result["steps"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "head", "sweep"),
+    [("png", b"\x89PNG", ()), ("svg", b"<?xml", ("--sweep", "block_size=8,16", "--sweep", "max_tokens=exact,64"))],
+)
+def test_plots(simulate: Any, azure: Path, tmp_path: Path, suffix: str, head: bytes, sweep: tuple[str, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"out.{suffix}"
+    assert simulate(azure, "--plot", path, "--limit", 10, *sweep)[0] == 0
+    assert path.read_bytes().startswith(head)
+
+
+def test_plots_without_matplotlib_are_refused_at_once(
+    simulate: Any, azure: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, out, err = simulate(azure, "--plot", tmp_path / "x.png")
+    assert (status, out) == (USAGE, "") and "pip install 'pagemill[plots]'" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--plot", "x.pdf"), ".png or .svg"),
+        (("--plot", "/nowhere/at/all/x.png"), "no folder /nowhere/at/all"),
+        (("--sweep", "blocksize=1"), "did you mean"),
+        (("--sweep", "block_size"), "needs values"),
+        (("--sweep", "block_size=a,b"), "block_size must be a number, got 'a'"),
+        (("--sweep", "prefix_caching=yes"), "prefix_caching is true or false"),
+        (("--contiguous", "big"), "--contiguous takes"),
+        (("--longest", "3"), "no request"),
+        (("--max-tokens", "many"), "max_tokens must be a number"),
+        (("--pool-tokens", "5"), "holds no block"),
+        (("--rate-scale", "0"), "above 0"),
+        (("--limit", "0"), "--limit"),
+        (("--device", "abacus"), "invalid choice"),
+    ],
+)
+def test_what_is_wrong_is_said(simulate: Any, azure: Path, flags: tuple[str, ...], message: str) -> None:
+    if flags[0] == "--plot":
+        pytest.importorskip("matplotlib")
+    status, _, err = simulate(azure, *flags)
+    assert status == USAGE
+    assert message in err and "Traceback" not in err
+
+
+def test_a_file_that_is_no_trace(simulate: Any, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    status, _, err = simulate(tmp_path / "x.csv")
+    assert status == USAGE and "none of the traces" in err
+
+
+def test_no_model_is_loaded() -> None:
+    code = "import sys, pagemill.adapters.cli.simulate; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "False False"
