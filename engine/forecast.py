@@ -17,96 +17,201 @@ that become free are taken by those who wait, in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill.engine.lengths import LOG_TAIL, TABLE, OutputLengths
+from pagemill.engine.lengths import TABLE, OutputLengths
+from pagemill.engine.policy import Backlog
 from pagemill.engine.preemption import is_protected
 from pagemill.engine.request import Request
 
 SAFETY = 2.0  # standard deviations of occupancy that admission leaves free
 REFRESH_STEPS = 8
+REQUESTS_A_STEP = 64  # with many running the forecast is made anew more seldom: it costs a step no more than so many
 EMPTIER = 1 / 32  # share of the pool: if this much was given back unforeseen, the forecast is made anew at once
 HORIZONS = np.array(
-    [0, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192],
+    [0, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192],
     dtype=np.int64,
 )  # steps, which is tokens of a running request
 
+SAMPLE = 32  # waiting requests that stand for all
+INTERVALS = 32  # of the outlook
+INTERVALS_A_LIFE = 6  # of them, in the mean time from admission to end
+FORGET = 127 / 128
+MIN_STEPS = 16
+
 Floats = NDArray[np.float64]
-
-
-def _certain_output(request: Request) -> int:
-    """Tokens that the request generates whatever the model says."""
-    params = request.params
-    endless = params.ignore_eos and not params.stop and not params.stop_token_ids
-    return request.max_tokens if endless else params.min_tokens
+Integers = NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class _Profile:
-    """Requests as columns [n, 1]: tokens generated, tokens held that nobody shares, limits, row of the life table."""
+    """Requests as columns [n]: tokens generated, in all, found in the cache and not computed yet; the fewest and the
+    most it may generate; row of the life table."""
 
-    generated: NDArray[np.int64]
-    held: NDArray[np.int64]
-    most: NDArray[np.int64]
-    least: NDArray[np.int64]
-    row: NDArray[np.int64]
+    generated: Integers
+    tokens: Integers
+    cached: Integers
+    missing: Integers
+    least: Integers
+    most: Integers
+    row: Integers
 
     @classmethod
     def of(cls, requests: Collection[Request], lengths: OutputLengths) -> _Profile:
         row_of = lengths.row_of
-        values = [
-            (
-                len(request.output_token_ids),
-                request.num_tokens - request.num_cached_tokens,
+        values: list[int] = []
+        for request in requests:
+            params = request.params
+            endless = params.ignore_eos and not params.stop and not params.stop_token_ids
+            generated = len(request.output_token_ids)
+            tokens = len(request.prompt_token_ids) + generated
+            values += (
+                generated,
+                tokens,
+                request.num_cached_tokens,
+                tokens - request.num_computed_tokens,
+                request.max_tokens if endless else params.min_tokens,
                 request.max_tokens,
-                _certain_output(request),
                 row_of(request.tenant),
             )
-            for request in requests
-        ]
-        table = np.fromiter(chain.from_iterable(values), np.int64, 5 * len(values)).reshape(-1, 5, 1)
-        return cls(*(table[:, column] for column in range(5)))
+        return cls(*np.array(values, dtype=np.int64).reshape(-1, 7).T.copy())
+
+    @property
+    def held(self) -> Integers:
+        """Tokens in blocks that nobody shares, once all are computed."""
+        return self.tokens - self.cached
 
     def alive(self, lengths: OutputLengths) -> Floats:
-        """The chance [n, horizons] that each still runs at each horizon."""
-        reached = self.generated + HORIZONS
-        table = lengths.log_survival
-        now = table[self.row, np.minimum(self.generated, TABLE)] + np.maximum(self.generated - TABLE, 0) * LOG_TAIL
-        then = table[self.row, np.minimum(reached, TABLE)] + np.maximum(reached - TABLE, 0) * LOG_TAIL
-        alive: Floats = np.exp(then - now)
-        alive[reached < self.least] = 1.0
-        alive[reached >= self.most] = 0.0
+        """The chance [horizons, n] that each still runs at each horizon."""
+        known = np.minimum(self.generated, TABLE)  # past the table the chance to end is the same at every length
+        alive = lengths.survival(self.row, known + HORIZONS[:, None])
+        alive /= lengths.survival(self.row, known)
+        reached = self.generated + HORIZONS[:, None]
+        if (self.least > self.generated).any():
+            alive[reached < self.least] = 1.0
+        alive *= reached < self.most
         return alive
 
 
 @dataclass(slots=True)
 class _Change:
-    """Change of tokens held, against now, at each horizon: mean, variance, and at worst."""
+    """What a number of requests does by each horizon: change of the tokens held, against now, in the mean, its variance
+    and at worst; and how many still run."""
 
     mean: Floats
     variance: Floats
     worst: Floats
+    alive: Floats
 
     @classmethod
-    def of(cls, profile: _Profile, alive: Floats) -> _Change:
-        size = profile.held + HORIZONS
-        there = alive * size
+    def of(cls, profile: _Profile, alive: Floats, grows: bool) -> _Change:
+        left = profile.most - profile.generated
+        time = HORIZONS.astype(np.float64) if grows else np.zeros(len(HORIZONS))
+        # A request holds (held + t) tokens with chance `alive`: sums of powers of `held`, then of t.
+        held = (profile.held if grows else profile.held + left).astype(np.float64)
+        powers = np.stack((np.ones_like(held), held, held * held), axis=1)
+        there = alive @ powers[:, :2]
+        spread = (alive - alive * alive) @ powers
         return cls(
-            (there - profile.held).sum(0),
-            (there * size * (1.0 - alive)).sum(0),
-            np.minimum(HORIZONS, profile.most - profile.generated).sum(0).astype(np.float64),
+            there[:, 1] + time * there[:, 0] - held.sum(),
+            spread[:, 2] + time * (2.0 * spread[:, 1] + time * spread[:, 0]),
+            np.minimum(time[:, None], left).sum(1),
+            there[:, 0],
         )
 
     def __add__(self, other: _Change) -> _Change:
-        return _Change(self.mean + other.mean, self.variance + other.variance, self.worst + other.worst)
+        return _Change(
+            self.mean + other.mean,
+            self.variance + other.variance,
+            self.worst + other.worst,
+            self.alive + other.alive,
+        )
 
     def peak(self) -> float:
         return float(np.minimum(self.mean + SAFETY * np.sqrt(self.variance), self.worst).max())
+
+
+class StepTimes:
+    """How long a step of so many tokens takes: overhead + tokens x time per token, fitted to the recent steps.
+
+    Each step weighs `FORGET` of the next one. Until `MIN_STEPS` have been seen nothing is known. One odd step (a kernel
+    compiled, a paused machine) counts as four times what was expected at most; a step that takes a quarter of it means
+    that what was learnt is no longer so, and is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sums: tuple[float, ...] = (0.0,) * 5
+        self._fit = (0.0, 0.0)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step of `tokens` tokens took so long."""
+        if tokens == 0:
+            return
+        expected = self._fit[0] + tokens * self._fit[1]
+        if expected > 0.0:
+            if seconds < expected / 4:
+                self._steps = 0
+                self._sums = (0.0,) * 5
+            else:
+                seconds = min(seconds, expected * 4)
+        self._steps += 1
+        values = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        weight, x, y, xx, xy = self._sums = tuple(FORGET * a + b for a, b in zip(self._sums, values, strict=True))
+        spread = weight * xx - x * x
+        # Steps of nearly one size tell no slope; then every size is taken to last as long.
+        slope = (weight * xy - x * y) / spread if spread > 0.01 * x * x else 0.0
+        slope = min(max(slope, 0.0), y / x)
+        self._fit = ((y - slope * x) / weight, slope)
+
+    def seconds(self, tokens: float) -> float | None:
+        """Expected time of a step of `tokens` tokens. None: not known yet."""
+        if self._steps < MIN_STEPS or self._sums[2] == 0.0:
+            return None
+        return self._fit[0] + tokens * self._fit[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """When those who wait will be admitted: a snapshot, to be read from any thread.
+
+    `times`: seconds from its making; `admitted`: how many of the waiting will have been admitted by then, in the mean.
+    """
+
+    times: tuple[float, ...]
+    admitted: tuple[float, ...]
+    mean_tokens: float
+
+    def start_s(self, ahead: Backlog, prompt_tokens: int) -> float:
+        """Seconds until a request of `prompt_tokens` behind `ahead` should have its first token."""
+        return self._time_of(self._count(ahead) + prompt_tokens / self.mean_tokens)
+
+    def admission_s(self, first: Backlog) -> float:
+        """Seconds until so much of what waits should have been admitted."""
+        return self._time_of(self._count(first))
+
+    def _count(self, backlog: Backlog) -> float:
+        """In requests of the mean size."""
+        return max(float(backlog.requests), backlog.tokens / self.mean_tokens)
+
+    def _time_of(self, admitted: float) -> float:
+        index = bisect_left(self.admitted, admitted)
+        if index == 0:
+            return self.times[0]
+        if index == len(self.admitted):
+            # Beyond the horizon it goes on as in its second half. If nobody moves there: not before its end.
+            half = index // 2
+            rate = (self.admitted[-1] - self.admitted[half]) / (self.times[-1] - self.times[half])
+            return self.times[-1] + ((admitted - self.admitted[-1]) / rate if rate > 0.0 else 0.0)
+        low, high = self.admitted[index - 1], self.admitted[index]
+        share = (admitted - low) / (high - low)
+        return self.times[index - 1] + share * (self.times[index] - self.times[index - 1])
 
 
 class GrowthForecast:
@@ -116,29 +221,36 @@ class GrowthForecast:
     are looked at one by one; between, admissions are added.
     """
 
-    def __init__(self, lengths: OutputLengths, *, num_blocks: int, block_size: int) -> None:
-        """`num_blocks`: the usable ones."""
+    def __init__(self, lengths: OutputLengths, *, num_blocks: int, block_size: int, reserve: bool = False) -> None:
+        """`num_blocks`: the usable ones. `reserve`: admission promises all that a request may ever need."""
         self.lengths = lengths
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self._grows = not reserve
         self._refresh_at = 0
         self._committed = 0
-        self._nothing = _Change(*np.zeros((3, len(HORIZONS))))
-        self._change = self._nothing
+        self._change = _Change(*np.zeros((4, len(HORIZONS))))
+        self._computed_share = 1.0
+        self._running = 0
+        self._to_prefill = 0.0
         self._candidate: tuple[Request, _Change] | None = None
 
     def refresh(self, step: int, running: Collection[Request], committed_blocks: int) -> None:
         """Look at the running requests, if it is time. Call before a step's first `watermark`."""
         if step < self._refresh_at and committed_blocks >= self._committed - self._num_blocks * EMPTIER:
             return
-        self._refresh_at = step + REFRESH_STEPS
+        self._refresh_at = step + REFRESH_STEPS + len(running) // REQUESTS_A_STEP
         self._committed = committed_blocks
         self._candidate = None
         # The growth of a protected request is promised to it already.
         profile = _Profile.of([request for request in running if not is_protected(request)], self.lengths)
         free = profile.least < profile.most
         self.lengths.update(profile.row[free], profile.generated[free])
-        self._change = _Change.of(profile, profile.alive(self.lengths))
+        self._change = _Change.of(profile, profile.alive(self.lengths), self._grows)
+        self._running = len(running)
+        self._to_prefill = float(np.maximum(profile.missing - 1, 0).sum())
+        if len(profile.tokens):
+            self._computed_share = float(profile.held.sum() / profile.tokens.sum())
 
     def watermark(self, request: Request, committed_blocks: int) -> int:
         """Blocks that must stay free, beside those promised to the request, if it is admitted. The request counts what
@@ -150,9 +262,71 @@ class GrowthForecast:
         """The request has been admitted, with so many blocks."""
         self._change = self._change + self._change_by(request)
         self._committed += promised_blocks
+        self._running += 1
+        self._to_prefill += request.num_tokens * self._computed_share
+        self._candidate = None
 
     def _change_by(self, request: Request) -> _Change:
         if self._candidate is None or self._candidate[0] is not request:
-            profile = _Profile.of([request], self.lengths)
-            self._candidate = (request, _Change.of(profile, profile.alive(self.lengths)))
+            profile = _Profile.of([] if is_protected(request) else [request], self.lengths)
+            self._candidate = (request, _Change.of(profile, profile.alive(self.lengths), self._grows))
         return self._candidate[1]
+
+    def outlook(
+        self,
+        sample: Sequence[Request],
+        times: StepTimes,
+        *,
+        waiting: Backlog,
+        max_running: int,
+        step_tokens: int,
+    ) -> Outlook | None:
+        """When requests like those of `sample` will be admitted, as of the last `refresh`. None: cannot be told yet.
+
+        `sample`: some that wait, or running ones where nobody does. `waiting`: all that wait, preempted ones included.
+        `step_tokens`: a step's budget.
+        """
+        full_step = times.seconds(step_tokens)
+        if full_step is None or not sample:
+            return None
+        # What one newcomer holds, in blocks and seats, so many steps after its admission.
+        profile = _Profile.of(sample[:SAMPLE], self.lengths)
+        tokens = waiting.tokens / waiting.requests if waiting.requests else float(profile.tokens.mean())
+        computed = max(1.0, tokens * self._computed_share)
+        profile.generated[:] = profile.cached[:] = 0
+        profile.tokens[:] = round(computed)
+        life = _Change.of(profile, profile.alive(self.lengths), self._grows)
+        seat = life.alive / len(profile.held)
+        start = computed if self._grows else computed + float(profile.most.mean())
+        held = (start + life.mean / len(profile.held)) / self._block_size
+        steps = math.ceil(max(1.0, float(np.trapezoid(seat, HORIZONS)) / INTERVALS_A_LIFE))
+        grid = steps * np.arange(INTERVALS)
+
+        def on_grid(values: Floats) -> list[float]:
+            return np.interp(grid, HORIZONS, values).tolist()
+
+        blocks_busy = on_grid(self._committed + self._change.mean / self._block_size)
+        seats_busy = on_grid(self._running - self._change.alive[0] + self._change.alive)
+        blocks_each = on_grid(held)
+        blocks_aged, seats_aged = blocks_each[::-1], on_grid(seat)[::-1]
+        now = times.seconds(seats_busy[0]) or 0.0  # the step in flight comes first
+        points = [(now, 0.0)]
+        newcomers: list[float] = []
+        admitted, backlog = 0.0, self._to_prefill
+        for interval in range(INTERVALS):
+            ages = slice(INTERVALS - 1 - interval, INTERVALS - 1)
+            blocks = blocks_busy[interval] + sum(map(mul, newcomers, blocks_aged[ages]))
+            seats = seats_busy[interval] + sum(map(mul, newcomers, seats_aged[ages]))
+            room = max(1.0, step_tokens - seats)  # tokens of a step that are left for prefill
+            by_blocks = (self._num_blocks - blocks) / blocks_each[0]
+            by_tokens = (steps * room - backlog) / computed
+            new = max(0.0, min(by_blocks, max_running - seats, by_tokens))
+            newcomers.append(new)
+            admitted += new
+            backlog += new * computed
+            prefill_steps = min(float(steps), backlog / room)
+            backlog -= prefill_steps * room
+            points.append((now + prefill_steps * full_step, admitted))
+            now += prefill_steps * full_step + (steps - prefill_steps) * (times.seconds(seats) or 0.0)
+            points.append((now, admitted))
+        return Outlook(tuple(p[0] for p in points), tuple(p[1] for p in points), max(1.0, tokens))

@@ -9,7 +9,6 @@ while nothing is known, hardly any of it after a dozen outputs, and its tail bey
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 
 import numpy as np
@@ -22,18 +21,20 @@ TABLE = 4096  # lengths told apart
 REBUILD_EVERY = 32  # outputs after which a full window's table is made anew
 PRIOR_OUTPUTS = 2.0
 PRIOR_MEAN = 256.0  # tokens
-LOG_TAIL = math.log1p(-1.0 / PRIOR_MEAN)  # chance to go on for one token more, beyond the table
+TAIL = 4096  # lengths past the table for which the prior speaks
+SPAN = TABLE + TAIL
+BEYOND = (1.0 - 1.0 / PRIOR_MEAN) ** np.arange(1, TAIL + 1)
 
 
 class OutputLengths:
     """Recent output lengths, of each tenant where there are enough, else of all.
 
-    Row r of `log_survival` [MAX_TENANTS + 1, TABLE + 1] is a life table: the logarithm of the chance that an output has
-    more than x tokens. Row 0 is that of all tenants.
+    There is a life table, one row, for each tenant that is judged by its own; row 0 is that of all.
     """
 
     def __init__(self) -> None:
-        self.log_survival = np.zeros((MAX_TENANTS + 1, TABLE + 1))
+        # [row, x]: the chance that an output has more than x tokens.
+        self._survival = np.ones((MAX_TENANTS + 1, SPAN + 1))
         self._all = _Window(0)
         self._windows: OrderedDict[str, _Window] = OrderedDict()
         self._known: dict[str, int] = {}
@@ -63,35 +64,32 @@ class OutputLengths:
         window.append(length, ended)
 
     def row_of(self, tenant: str) -> int:
-        """The tenant's row of `log_survival`."""
+        """The row of the life table that the tenant is judged by."""
         return self._known.get(tenant, 0)
 
     def update(self, rows: NDArray[np.int64], generated: NDArray[np.int64]) -> None:
         """Bring the tables up to date. The arrays hold `row_of` and the tokens so far of every running output."""
         if self._all.is_due:
-            self._all.fill(self.log_survival[0], generated)
+            self._all.fill(self._survival[0], generated)
         for tenant, window in reversed(self._windows.items()):
             if window.fresh == 0:
                 break
             if window.count >= MIN_OUTPUTS and window.is_due:
-                window.fill(self.log_survival[window.row], generated[rows == window.row])
+                window.fill(self._survival[window.row], generated[rows == window.row])
                 self._known[tenant] = window.row
 
-    def log_chance(self, row: int, length: int) -> float:
-        """Logarithm of the chance that an output has more than `length` tokens."""
-        return float(self.log_survival[row, min(length, TABLE)]) + max(0, length - TABLE) * LOG_TAIL
+    def survival(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The chance that an output has more than so many tokens. The shapes are broadcast."""
+        return self._survival.ravel().take(rows * (SPAN + 1) + np.minimum(lengths, SPAN))
 
     def expected_remaining(self, tenant: str, generated: int, max_tokens: int, quantile: float = 0.5) -> int:
         """The `quantile` of what an output that has `generated` tokens and goes on will still get, 1 at least and what
-        `max_tokens` leaves at most. As of the last `update`. O(log TABLE)."""
-        row = self.row_of(tenant)
-        target = self.log_chance(row, generated) + math.log1p(-quantile)
-        last = float(self.log_survival[row, TABLE])
-        if target < last:
-            length = TABLE + math.ceil((target - last) / LOG_TAIL)
-        else:
-            length = int(np.searchsorted(-self.log_survival[row], -target - 1e-12))
-        return max(1, min(length, max_tokens) - generated)
+        `max_tokens` leaves at most. As of the last `update`. O(log SPAN)."""
+        survival = self._survival[self.row_of(tenant)]
+        start = min(generated, SPAN - TAIL)
+        target = survival[start] * (1.0 - quantile)
+        length = int(np.searchsorted(-survival, -target * (1.0 + 1e-9)))
+        return max(1, min(generated + length - start, max_tokens) - generated)
 
 
 class _Window:
@@ -119,7 +117,7 @@ class _Window:
         """Whether to make the table anew: always while a few outputs, or the running ones, say much."""
         return self.fresh >= min(REBUILD_EVERY, self.count // 8)
 
-    def fill(self, log_survival: NDArray[np.float64], running: NDArray[np.int64]) -> None:
+    def fill(self, survival: NDArray[np.float64], running: NDArray[np.int64]) -> None:
         """Write the life table of the window and of the lengths reached by `running` outputs."""
         lengths, ended = self._lengths[: self.count], self._ended[: self.count]
         ends = np.bincount(lengths[ended], minlength=TABLE + 1)
@@ -128,6 +126,7 @@ class _Window:
         reached = np.cumsum((ends + leaves)[::-1])[::-1]
         hazard = (ends + PRIOR_OUTPUTS / PRIOR_MEAN) / (reached + PRIOR_OUTPUTS)
         hazard[0] = 0.0  # every output has a token
-        hazard[TABLE] = 1.0 / PRIOR_MEAN  # the last entry holds all that are longer
-        np.cumsum(np.log1p(-hazard), out=log_survival)
+        hazard[TABLE] = 1.0 / PRIOR_MEAN  # the last entry counts all that are longer
+        np.cumprod(1.0 - hazard, out=survival[: TABLE + 1])
+        survival[TABLE + 1 :] = survival[TABLE] * BEYOND
         self.fresh = 0
