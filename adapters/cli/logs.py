@@ -11,6 +11,11 @@ from structlog.typing import Processor
 from pagemill.adapters.cli.settings import ProcessConfig
 
 
+def _standard_error(*_: object) -> structlog.PrintLogger:
+    """Asked for at every line, so that whoever redirects standard error gets the lines."""
+    return structlog.PrintLogger(sys.stderr)
+
+
 def set_up_logging(config: ProcessConfig) -> None:
     """Route structlog and the libraries' own loggers through one renderer."""
     human = config.log_format == "human" or (config.log_format == "auto" and sys.stderr.isatty())
@@ -29,8 +34,7 @@ def set_up_logging(config: ProcessConfig) -> None:
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=_standard_error,
     )
     handler = logging.StreamHandler(sys.stderr)
     formatter = structlog.stdlib.ProcessorFormatter(

@@ -133,6 +133,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         max_model_len=args.max_model_len,
         max_tokens=_max_tokens(args.max_tokens),
         enable_prefix_caching=not args.no_prefix_caching,
+        ttl_s=None if args.ttl_ms is None else args.ttl_ms / 1000,
     )
 
 
@@ -252,6 +253,10 @@ def _quantiles(q: Quantiles | None) -> str:
     return " / ".join(f"{v:,.0f}" if v >= 100 else f"{v:.1f}" for v in values) + unit
 
 
+def _codes(counts: dict[str, int]) -> str:
+    return ", ".join(f"{code} {count:,}" for code, count in counts.items())
+
+
 def _times_as_many(result: Result, engine: Result) -> str:
     if result is engine or not result.running_backlogged or not engine.running_backlogged:
         return ""
@@ -262,7 +267,8 @@ _Cell = Callable[[Result, Result], str]
 
 _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("finished, cut short", lambda r, _: f"{r.finished:,}, {r.cut_short:,}"),
-    ("refused", lambda r, _: ", ".join(f"{code} {count:,}" for code, count in r.refused.items()) or "0"),
+    ("refused", lambda r, _: _codes(r.refused) or "0"),
+    ("failed", lambda r, _: _codes(r.failed)),
     ("running, mean / peak", lambda r, _: f"{r.running_mean:.1f} / {r.running_peak:,}"),
     ("running while others wait", lambda r, _: f"{r.running_backlogged:.1f}" if r.running_backlogged else "-"),
     ("  pagemill runs", _times_as_many),
@@ -292,7 +298,7 @@ _SWEEP_COLUMNS: tuple[tuple[str, Callable[[list[Result]], str]], ...] = (
     ("waste\nlife / end %", lambda c: f"{c[0].waste_life_percent:.2f} / {c[0].waste_end_percent:.2f}"),
     ("preemptions\nper 1,000", lambda c: f"{c[0].preemptions_per_1000:.1f}"),
     ("prefix\nhits %", lambda c: f"{c[0].prefix_hit_percent:.1f}"),
-    ("refused", lambda c: f"{sum(c[0].refused.values()):,}"),
+    ("refused,\nfailed", lambda c: f"{sum(c[0].refused.values()):,}, {sum(c[0].failed.values()):,}"),
     ("first token ms\np50 / p90 / p99", lambda c: _quantiles(c[0].latency.ttft)),
     ("between tokens ms\np50 / p90 / p99", lambda c: _quantiles(c[0].latency.between_tokens)),
     ("output\ntokens / s", lambda c: f"{c[0].output_tokens_per_s:,.0f}"),

@@ -44,6 +44,7 @@ def _traffic(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--sessions", type=int, default=16, metavar="N", help="sessions: so many live at once (16)")
     group.add_argument("--turns", choices=("first", "all"), default="first", help="of conversations (first)")
     group.add_argument("--clients", metavar="MODEL", help="ServeGen: the model whose clients to sample")
+    group.add_argument("--ttl-ms", type=float, metavar="MS", help="abort requests that have not ended by then")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of whatever is drawn (0)")
 
 
