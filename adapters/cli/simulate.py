@@ -13,7 +13,7 @@ from typing import Any
 
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import Settings, nearest
-from pagemill.adapters.cli.simulate_flags import SWEEPS, TIMINGS
+from pagemill.adapters.cli.simulate_flags import ADMISSIONS, PREEMPTION_MODES, SWEEPS, TIMINGS
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.simulator.arrivals import Arrivals, Mode
 from pagemill.engine.simulator.baseline import Contiguous, simulate_contiguous, simulate_naive
@@ -23,6 +23,8 @@ from pagemill.engine.simulator.setup import Progress, Setup
 from pagemill.engine.simulator.simulation import simulate
 from pagemill.engine.simulator.trace import Trace
 from pagemill.engine.simulator.trace_files import read_trace
+
+_CHOICES = {"prefix_caching": ("true", "false"), "admission": ADMISSIONS, "preemption_mode": PREEMPTION_MODES}
 
 Report = Callable[[str, float], None]
 
@@ -133,6 +135,9 @@ def _setup(args: argparse.Namespace) -> Setup:
         max_model_len=args.max_model_len,
         max_tokens=_max_tokens(args.max_tokens),
         enable_prefix_caching=not args.no_prefix_caching,
+        admission=args.admission,
+        preemption_mode=args.preemption_mode,
+        swap_tokens=args.swap_tokens,
         ttl_s=None if args.ttl_ms is None else args.ttl_ms / 1000,
     )
 
@@ -148,10 +153,13 @@ def _apply(setup: Setup, arrivals: Arrivals, values: dict[str, str]) -> tuple[Se
             arrivals = dataclasses.replace(arrivals, **{name: _number(name, text, float)})
         elif name == "sessions":
             arrivals = dataclasses.replace(arrivals, sessions=_number(name, text, int))
-        elif name == "prefix_caching":
-            if text not in ("true", "false"):
-                raise ConfigError(f"prefix_caching is true or false, got {text!r}")
-            setup = dataclasses.replace(setup, enable_prefix_caching=text == "true")
+        elif name in _CHOICES:
+            if text not in _CHOICES[name]:
+                raise ConfigError(f"{name} is one of {', '.join(_CHOICES[name])}, got {text!r}")
+            choice: dict[str, Any] = {name: text}
+            if name == "prefix_caching":
+                choice = {"enable_prefix_caching": text == "true"}
+            setup = dataclasses.replace(setup, **choice)
         elif name == "max_tokens":
             setup = dataclasses.replace(setup, max_tokens=_max_tokens(text))
         else:
@@ -275,6 +283,7 @@ _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("pool holding tokens", lambda r, _: f"{r.used_percent:.1f} %"),
     ("waste, life / end", lambda r, _: f"{r.waste_life_percent:.2f} / {r.waste_end_percent:.2f} %"),
     ("preemptions, per 1,000", lambda r, _: f"{r.preemptions:,}, {r.preemptions_per_1000:.1f}"),
+    ("  of them swapped out", lambda r, _: f"{r.swap_preemptions:,}" if r.swap_preemptions else ""),
     ("recomputed tokens", lambda r, _: f"{r.recomputed_tokens:,}"),
     ("prefix hits", lambda r, _: f"{r.prefix_hit_percent:.1f} %" if r.prefix_queried_tokens else ""),
     ("queue ms p50/p90/p99", lambda r, _: _quantiles(r.latency.queue)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 DEVICE_NAMES = ("h200", "a100", "cpu")
+ADMISSIONS = ("optimistic", "reserve")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 SWEEPS = (
     "block_size",
     "pool_tokens",
@@ -12,11 +14,14 @@ SWEEPS = (
     "max_num_batched_tokens",
     "max_tokens",
     "prefix_caching",
+    "admission",
+    "preemption_mode",
+    "swap_tokens",
     "rate_scale",
     "rate",
     "sessions",
 )
-TIMINGS = ("fixed", "prefill-token", "decode", "kv-token", "pair")
+TIMINGS = ("fixed", "prefill-token", "decode", "kv-token", "pair", "move")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +67,9 @@ def _engine(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="what requests ask for, at least their recorded output (1024); `exact`: the recorded output",
     )
+    group.add_argument("--admission", choices=ADMISSIONS, default="optimistic", help="as of the engine (optimistic)")
+    group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="as of the engine (auto)")
+    group.add_argument("--swap-tokens", type=int, metavar="N", help="host memory for swapping (the device's)")
     group.add_argument("--no-prefix-caching", action="store_true", help="keep and share no prefixes")
 
 
@@ -71,7 +79,8 @@ def _device(group: argparse._ArgumentGroup) -> None:
         group.add_argument(f"--{name}-us", type=float, metavar="US", help=argparse.SUPPRESS)
     group.description = (
         "Step time = fixed + prefill-token x tokens + decode x sequences + kv-token x cached tokens read + pair x "
-        f"query-key pairs of prefills; each may be set, in microseconds: {', '.join(f'--{n}-us' for n in TIMINGS)}."
+        "query-key pairs of prefills + move x tokens swapped. Each may be set, in microseconds: "
+        f"{', '.join(f'--{name}-us' for name in TIMINGS)}."
     )
 
 

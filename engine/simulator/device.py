@@ -1,4 +1,4 @@
-"""How long a step takes: a model of a device in five numbers."""
+"""How long a step takes: a model of a device in six numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pagemill.engine.errors import ConfigError
 @dataclass(slots=True)
 class StepLoad:
     """What a step computes. `kv_tokens`: cached tokens read, each sequence's context once. `pairs`: query and key pairs
-    of prefill attention, which grow with the square of a prompt."""
+    of prefill attention, which grow with the square of a prompt. `moved_tokens`: slots moved to or from the host."""
 
     prefill_tokens: int = 0
     decodes: int = 0
     kv_tokens: int = 0
     pairs: int = 0
+    moved_tokens: int = 0
 
     def add_prefill(self, start: int, tokens: int) -> None:
         """`tokens` of a prompt after the `start` that are cached."""
@@ -26,11 +27,13 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class TimingModel:
-    """Seconds of a step = fixed + prefill_token x tokens + decode x sequences + kv_token x tokens read + pair x pairs.
+    """Seconds of a step = fixed + prefill_token x tokens + decode x sequences + kv_token x tokens read + pair x pairs
+    + move x tokens moved.
 
     fixed: reading the weights, launching, sampling. prefill_token: the linear layers of one prompt token. decode: those
     of one decoding sequence, beyond the weights read anyway. kv_token: reading one token's keys and values of all
-    layers. pair: one query and key pair of prefill attention, all layers and heads.
+    layers. pair: one query and key pair of prefill attention, all layers and heads. move: taking one token's keys and
+    values to the host or back.
     """
 
     fixed: float
@@ -38,9 +41,10 @@ class TimingModel:
     decode: float
     kv_token: float
     pair: float
+    move: float
 
     def __post_init__(self) -> None:
-        times = (self.fixed, self.prefill_token, self.decode, self.kv_token, self.pair)
+        times = (self.fixed, self.prefill_token, self.decode, self.kv_token, self.pair, self.move)
         if not all(0 <= time < 1e6 for time in times) or not any(times):
             raise ConfigError("step times must not be negative, and one of them must be above 0")
 
@@ -51,6 +55,7 @@ class TimingModel:
             + self.decode * load.decodes
             + self.kv_token * load.kv_tokens
             + self.pair * load.pairs
+            + self.move * load.moved_tokens
         )
 
 
@@ -61,6 +66,7 @@ class Device:
     name: str
     timing: TimingModel
     pool_tokens: int
+    swap_tokens: int
     max_num_seqs: int
     max_num_batched_tokens: int
 
@@ -69,7 +75,7 @@ class Device:
 # in bf16). Derived from data sheets at shares that serving engines reach, not measured by us; docs/simulator.md has the
 # arithmetic. The CPU numbers are SmolLM2-135M in bf16, measured on two Zen 4 cores.
 DEVICES = {
-    "h200": Device("h200", TimingModel(5.5e-3, 30e-6, 10e-6, 33e-9, 1.3e-9), 760_000, 1024, 4096),
-    "a100": Device("a100", TimingModel(11e-3, 85e-6, 20e-6, 82e-9, 3.5e-9), 390_000, 1024, 4096),
-    "cpu": Device("cpu", TimingModel(10.4e-3, 0.65e-3, 0.65e-3, 1.05e-6, 0.23e-6), 46_000, 128, 512),
+    "h200": Device("h200", TimingModel(5.5e-3, 30e-6, 10e-6, 33e-9, 1.3e-9, 2.6e-6), 760_000, 32_768, 1024, 4096),
+    "a100": Device("a100", TimingModel(11e-3, 85e-6, 20e-6, 82e-9, 3.5e-9, 5.2e-6), 390_000, 32_768, 1024, 4096),
+    "cpu": Device("cpu", TimingModel(10.4e-3, 0.65e-3, 0.65e-3, 1.05e-6, 0.23e-6, 2.3e-6), 46_000, 0, 128, 512),
 }

@@ -44,7 +44,7 @@ _SWEPT: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
     ("between tokens, p99 ms", lambda r: r.latency.between_tokens.p99 if r.latency.between_tokens else None),
     ("first token, p99 ms", lambda r: r.latency.ttft.p99 if r.latency.ttft else None),
     ("preemptions per 1,000", lambda r: r.preemptions_per_1000),
-    ("refused, % of requests", lambda r: 100 * sum(r.refused.values()) / max(1, r.requests)),
+    ("refused or failed, % of requests", lambda r: 100 * (1 - r.finished / max(1, r.requests))),
     ("waste over the life, %", lambda r: r.waste_life_percent),
     ("prefix hits, % of prompt tokens", lambda r: r.prefix_hit_percent),
 )

@@ -37,11 +37,12 @@ class Recorder:
         self._total: list[float] = []
         self._refused: Counter[str] = Counter()
         self._refusal: list[float] = []
+        self._failed: Counter[str] = Counter()
         self.held_life = self.allocated_life = 0
         self.held_end = self.allocated_end = 0
         self.output_tokens = self.computed_tokens = 0
         self.finished = self.cut_short = 0
-        self.preemptions = self.recomputed_tokens = 0
+        self.preemptions = self.swap_preemptions = self.swapped_blocks = self.recomputed_tokens = 0
         self.queried_tokens = self.hit_tokens = 0
 
     def step(self, start: float, end: float, running: int, waiting: int, held_tokens: int) -> None:
@@ -78,8 +79,14 @@ class Recorder:
         self._total.append(now - arrived)
 
     def refuse(self, code: str, arrived: float, now: float) -> None:
+        """A request was turned away when it came."""
         self._refused[code] += 1
         self._refusal.append(now - arrived)
+
+    def fail(self, index: int, code: str) -> None:
+        """A request was accepted and ended without its answer."""
+        self._last_token.pop(index, None)
+        self._failed[code] += 1
 
     def result(self) -> Result:
         steps = np.array(self._steps, dtype=np.float64).reshape(-1, 5)
@@ -96,6 +103,7 @@ class Recorder:
             requests=len(self._trace.requests),
             finished=self.finished,
             refused=dict(sorted(self._refused.items())),
+            failed=dict(sorted(self._failed.items())),
             cut_short=self.cut_short,
             duration_s=duration,
             steps=len(steps),
@@ -111,6 +119,8 @@ class Recorder:
             waste_life_percent=100 * _ratio(self.allocated_life - self.held_life, self.allocated_life),
             waste_end_percent=100 * _ratio(self.allocated_end - self.held_end, self.allocated_end),
             preemptions=self.preemptions,
+            swap_preemptions=self.swap_preemptions,
+            swapped_blocks=self.swapped_blocks,
             preemptions_per_1000=1000 * self.preemptions / finished,
             recomputed_tokens=self.recomputed_tokens,
             prefix_queried_tokens=self.queried_tokens,

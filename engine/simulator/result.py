@@ -71,6 +71,8 @@ class TimeLine:
 class Result:
     """One run of one system over one trace.
 
+    refused: turned away on arrival, by error code; failed: accepted and ended by an error. cut_short: ended by length
+    before the recorded output was reached.
     running_mean: over time. running_backlogged: over the steps in which somebody waited, which says how many requests
     the memory holds. used_percent: share of the pool that holds tokens, over the same steps (over all of them where
     nobody ever waited). waste_life_percent: empty share of allocated slots, over every step of every request that
@@ -83,6 +85,7 @@ class Result:
     requests: int
     finished: int
     refused: dict[str, int]
+    failed: dict[str, int]
     cut_short: int
     duration_s: float
     steps: int
@@ -98,6 +101,8 @@ class Result:
     waste_life_percent: float
     waste_end_percent: float
     preemptions: int
+    swap_preemptions: int
+    swapped_blocks: int
     preemptions_per_1000: float
     recomputed_tokens: int
     prefix_queried_tokens: int

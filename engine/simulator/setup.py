@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pagemill.engine.config import Admission, PreemptionMode
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.simulator.device import Device
 
@@ -18,6 +19,8 @@ class Setup:
 
     max_tokens: what requests ask for, which admission and preemption plan with; a recorded output that is longer asks
     for its own length. None: every request asks for exactly what it will get. max_model_len: None for no limit.
+    swap_tokens: host memory for the blocks of preempted requests; None: the device's. ttl_s: who has not ended so long
+    after its arrival is aborted, as the queue's worker does; None: nobody.
     """
 
     device: Device
@@ -28,6 +31,10 @@ class Setup:
     max_model_len: int | None = None
     max_tokens: int | None = 1024
     enable_prefix_caching: bool = True
+    admission: Admission = "optimistic"
+    preemption_mode: PreemptionMode = "auto"
+    swap_tokens: int | None = None
+    ttl_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.tokens < self.block_size:
@@ -38,6 +45,10 @@ class Setup:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.num_host_blocks < 0:
+            raise ConfigError(f"swap_tokens must not be negative, got {self.swap_tokens}")
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ConfigError(f"ttl must be above 0 s, got {self.ttl_s}")
 
     @property
     def tokens(self) -> int:
@@ -47,6 +58,10 @@ class Setup:
     def num_blocks(self) -> int:
         """Blocks that sequences can hold, without the null block."""
         return self.tokens // self.block_size
+
+    @property
+    def num_host_blocks(self) -> int:
+        return (self.device.swap_tokens if self.swap_tokens is None else self.swap_tokens) // self.block_size
 
     @property
     def seats(self) -> int:
@@ -69,4 +84,8 @@ class Setup:
             "max_model_len": self.max_model_len,
             "max_tokens": self.max_tokens,
             "prefix_caching": self.enable_prefix_caching,
+            "admission": self.admission,
+            "preemption_mode": self.preemption_mode,
+            "num_host_blocks": self.num_host_blocks,
+            "ttl_s": self.ttl_s,
         }

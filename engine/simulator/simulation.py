@@ -7,6 +7,8 @@ that arrive meanwhile, move the clock on, and hand out the tokens that the trace
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,6 +17,7 @@ from pagemill.engine.core import EngineCore
 from pagemill.engine.errors import RequestError
 from pagemill.engine.kv_cache_manager import KVCacheManager
 from pagemill.engine.outputs import SequenceOutput
+from pagemill.engine.preemption import PreemptionCost
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
@@ -52,14 +55,24 @@ class Simulation:
         self._feed = Feed(trace, arrivals)
         self.now = 0.0
         self._live: dict[str, _Live] = {}
-        self._early: list[SequenceOutput] = []
+        self._early: list[SequenceOutput] = []  # ends that came between two steps, or during one
+        self._deadlines: deque[tuple[float, str]] = deque()  # by time, as everybody has as long
         settings = setup.to_dict() | {"arrivals": str(arrivals)}
         self._recorder = Recorder("pagemill", trace, settings, setup.num_blocks * setup.block_size)
         self._cache = KVCacheManager(
-            setup.num_blocks + 1, setup.block_size, enable_prefix_caching=setup.enable_prefix_caching
+            setup.num_blocks + 1,
+            setup.block_size,
+            enable_prefix_caching=setup.enable_prefix_caching,
+            num_host_blocks=setup.num_host_blocks,
         )
         self._scheduler = Scheduler(
-            self._cache, max_num_seqs=setup.seats, max_num_batched_tokens=setup.budget, clock=self._clock
+            self._cache,
+            max_num_seqs=setup.seats,
+            max_num_batched_tokens=setup.budget,
+            reserve=setup.admission == "reserve",
+            preemption_mode=setup.preemption_mode,
+            cost=PreemptionCost(block_s=self._timing.move * setup.block_size),
+            clock=self._clock,
         )
         self._limits = Limits(
             vocab_size=VOCABULARY,
@@ -74,6 +87,8 @@ class Simulation:
     def run(self, progress: Progress | None = None) -> Result:
         while True:
             self._deliver(self.now)
+            if self._early:
+                self._fold([])
             if not self.core.has_requests:
                 coming = self._feed.next_time
                 if coming is None:
@@ -92,6 +107,8 @@ class Simulation:
         statistics = self._scheduler.statistics()
         recorder = self._recorder
         recorder.preemptions = statistics.preemptions
+        recorder.swap_preemptions = statistics.swap_preemptions
+        recorder.swapped_blocks = statistics.swapped_blocks
         recorder.recomputed_tokens = statistics.recomputed_tokens
         recorder.queried_tokens = statistics.cache.queried_tokens
         recorder.hit_tokens = statistics.cache.hit_tokens
@@ -126,6 +143,7 @@ class Simulation:
                     recorder.allocated_end += len(item.block_ids) * size
         load.decodes = decodes
         load.kv_tokens += contexts
+        load.moved_tokens = size * sum(move.kind != "copy" for move in output.moves)
         recorder.held_life += held
         recorder.allocated_life += blocks * size
         recorder.computed_tokens += output.num_tokens
@@ -135,7 +153,8 @@ class Simulation:
         recorder.step(start, end, self._scheduler.num_running, self._scheduler.num_waiting, kept)
         self._deliver(end)
         self.now = end
-        return StepResult([[token_id] for token_id in sampled], [None] * len(sampled))
+        copy_s = load.moved_tokens * self._timing.move
+        return StepResult([[token_id] for token_id in sampled], [None] * len(sampled), copy_s)
 
     def _clock(self) -> float:
         return self.now
@@ -143,11 +162,26 @@ class Simulation:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def _deliver(self, until: float) -> None:
-        """Submit what arrives by `until`, each at its own time."""
-        while (arrival := self._feed.take(until)) is not None:
+        """Submit what arrives by `until`, and abort whose deadline passes, each at its own time."""
+        while True:
+            coming = self._feed.next_time
+            if self._deadlines and self._deadlines[0][0] <= min(until, math.inf if coming is None else coming):
+                deadline, name = self._deadlines.popleft()
+                self.now = max(self.now, deadline)
+                self._expire(name)
+                continue
+            arrival = self._feed.take(until)
+            if arrival is None:
+                return
             time, index = arrival
             self.now = max(self.now, time)
             self._submit(index, time)
+
+    def _expire(self, name: str) -> None:
+        if name in self._live:
+            ended = self.core.abort(name, RequestError("deadline_exceeded", "its time is over"))
+            assert ended, f"request {name} is live here only"
+            self._early += ended
 
     def _submit(self, index: int, arrived: float) -> None:
         recorded = self._trace.requests[index]
@@ -170,6 +204,8 @@ class Simulation:
             check_request(request, self._limits)
             self._live[name] = _Live(index, _tokens(recorded.output), arrived)
             self._early += self.core.add(request)
+            if self._setup.ttl_s is not None:
+                self._deadlines.append((arrived + self._setup.ttl_s, name))
         except RequestError as error:
             self._live.pop(name, None)
             self._recorder.refuse(error.code, arrived, self.now)
@@ -193,7 +229,7 @@ class Simulation:
         assert metrics is not None
         if output.finish_reason == "error":
             assert output.error is not None
-            self._recorder.refuse(output.error.code, ended.arrived, self.now)
+            self._recorder.fail(ended.index, output.error.code)
         else:
             first = None if metrics.ttft_ms is None else ended.arrived + metrics.ttft_ms / 1000
             self._recorder.cut_short += output.finish_reason == "length"

@@ -20,8 +20,8 @@ from pagemill.engine.simulator.setup import Setup
 from pagemill.engine.simulator.simulation import Simulation, simulate
 from pagemill.engine.simulator.trace import Trace, TraceRequest
 
-FIXED, PREFILL, DECODE, KV, PAIR = 10e-3, 1e-3, 2e-3, 1e-6, 1e-7
-DEVICE = Device("test", TimingModel(FIXED, PREFILL, DECODE, KV, PAIR), 4096, 64, 256)
+FIXED, PREFILL, DECODE, KV, PAIR, MOVE = 10e-3, 1e-3, 2e-3, 1e-6, 1e-7, 1e-5
+DEVICE = Device("test", TimingModel(FIXED, PREFILL, DECODE, KV, PAIR, MOVE), 4096, 0, 64, 256)
 BACKLOG = Arrivals(mode="backlog")
 TRACE = Arrivals(mode="trace")
 
@@ -191,6 +191,42 @@ def test_what_can_never_run_is_refused_by_name() -> None:
     assert result.refused == {"never_fits": 1}
 
 
+def test_swapped_requests_come_back_without_computing_again() -> None:
+    trace = drawn(80, prompts=60, outputs=300)
+    small = setup(pool_tokens=1600, max_tokens=None, swap_tokens=100_000, preemption_mode="swap")
+    simulation = Simulation(trace, small, BACKLOG)
+    result = simulation.run()
+    simulation.core.check()
+    assert result.preemptions == result.swap_preemptions > 0 and result.recomputed_tokens == 0
+    assert result.finished == 80 and result.swapped_blocks > result.swap_preemptions
+    assert result.output_tokens == sum(r.output_tokens for r in trace.requests)
+    alike = simulate(trace, setup(pool_tokens=1600, max_tokens=None, swap_tokens=0, preemption_mode="swap"), BACKLOG)
+    assert alike.swap_preemptions == 0 < alike.recomputed_tokens
+    slow = Device("slow", TimingModel(FIXED, PREFILL, DECODE, KV, PAIR, 1.0), 4096, 100_000, 64, 256)
+    assert simulate(trace, setup(device=slow, pool_tokens=1600, max_tokens=None), BACKLOG).swap_preemptions == 0
+
+
+def test_reserve_never_preempts() -> None:
+    trace = drawn(80, prompts=60, outputs=300)
+    reserved = simulate(trace, setup(pool_tokens=1600, max_tokens=None, admission="reserve"), BACKLOG)
+    assert reserved.preemptions == 0 and reserved.finished == 80
+    optimistic = simulate(trace, setup(pool_tokens=1600, max_tokens=None), BACKLOG)
+    assert optimistic.running_backlogged is not None and reserved.running_backlogged is not None
+    assert optimistic.running_backlogged > reserved.running_backlogged
+
+
+def test_who_is_not_done_by_the_deadline_is_aborted() -> None:
+    trace = trace_of(*[(100, 40)] * 12, times=[0.0] * 11 + [0.7])
+    simulation = Simulation(trace, setup(pool_tokens=600, ttl_s=1.5), TRACE)
+    result = simulation.run()
+    simulation.core.check()
+    assert result.failed.keys() == {"deadline_exceeded"} and not result.refused
+    assert 0 < result.finished < 12 and result.finished + result.failed["deadline_exceeded"] == 12
+    assert result.latency.total is not None and result.latency.total.max <= 1500
+    assert result.duration_s <= 0.7 + 1.5 + 0.2
+    assert simulate(trace, setup(pool_tokens=600), TRACE).failed == {}
+
+
 def test_a_run_can_be_repeated_exactly() -> None:
     trace = drawn(50, outputs=250)
     first, second = (simulate(trace, setup(pool_tokens=2048), Arrivals(mode="poisson", rate=20)) for _ in range(2))
@@ -220,9 +256,9 @@ def test_settings_that_make_no_sense() -> None:
     for bad in ({"block_size": 0}, {"pool_tokens": 8}, {"max_num_seqs": 0}, {"max_tokens": 0}, {"max_model_len": 0}):
         with pytest.raises(ConfigError):
             setup(**bad)
-    for times in ((-1.0, 0, 0, 0, 0), (0, 0, 0, 0, 0), (float("nan"), 0, 0, 0, 0), (float("inf"), 0, 0, 0, 0)):
+    for fixed in (-1.0, 0.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError):
-            TimingModel(*times)
+            TimingModel(fixed, 0, 0, 0, 0, 0)
 
 
 # -- twins -----------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_plots_without_matplotlib_are_refused_at_once(
         (("--sweep", "blocksize=1"), "did you mean"),
         (("--sweep", "block_size"), "needs values"),
         (("--sweep", "block_size=a,b"), "block_size must be a number, got 'a'"),
-        (("--sweep", "prefix_caching=yes"), "prefix_caching is true or false"),
+        (("--sweep", "prefix_caching=yes"), "prefix_caching is one of true, false"),
         (("--contiguous", "big"), "--contiguous takes"),
         (("--longest", "3"), "no request"),
         (("--max-tokens", "many"), "max_tokens must be a number"),
