@@ -14,6 +14,7 @@ import numpy as np
 from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.simd import exp32, make_score_tile, make_value_tile, narrow, next_item, row_max, widen
 from pagemill.kernels.cpu.team import run
+from pagemill.kernels.cpu.views import vector
 
 TILE_ROWS = 32
 """Rows (query tokens times the heads of a group) that an item holds at most, where a group has fewer."""
@@ -300,23 +301,42 @@ def attention(
     group: int,
     scale: Any,
     window: int,
-    query: Any,
+    query: int,
     query_stride: int,
     k: Any,
     v: Any,
     query_start: Any,
     seq_lens: Any,
     block_tables: Any,
-    out: Any,
+    out: int,
+    rows: int,
+    like: Any,
 ) -> None:
     """Attention of the work items int32 [n, 5] (sequence, first query, queries, first kv head, kv heads).
 
-    query and out are flat arrays of stored elements, query rows query_stride apart; k and v are `LayerKV.words`.
+    query, its rows query_stride apart, and out [rows, heads * dim] by address, elements like `like`; k and v are
+    `LayerKV.words`.
     """
+    queries = vector(query, rows * query_stride, like)
+    results = vector(out, rows * k.shape[1] * group * v.shape[3], like)
     counter = np.zeros(1, np.int64)
     run(
         board,
         1,
         _attend_items,
-        (items, counter, group, scale, window, query, query_stride, k, v, query_start, seq_lens, block_tables, out),
+        (
+            items,
+            counter,
+            group,
+            scale,
+            window,
+            queries,
+            query_stride,
+            k,
+            v,
+            query_start,
+            seq_lens,
+            block_tables,
+            results,
+        ),
     )

@@ -9,6 +9,7 @@ import numpy as np
 from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.simd import exp32, narrow, widen
 from pagemill.kernels.cpu.team import run
+from pagemill.kernels.cpu.views import matrix, vector
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -30,8 +31,10 @@ def _rms_norm_rows(part: int, parts: int, x: Any, weight: Any, eps: Any, out: An
 
 
 @kernel
-def rms_norm(board: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
-    run(board, _PARTS, _rms_norm_rows, (x, weight, eps, out))
+def rms_norm(board: int, x: int, weight: int, eps: Any, out: int, rows: int, size: int, like: Any) -> None:
+    """x, out [rows, size] and weight [size] of stored elements like `like`, by address."""
+    arrays = (matrix(x, rows, size, like), vector(weight, size, like), eps, matrix(out, rows, size, like))
+    run(board, _PARTS, _rms_norm_rows, arrays)
 
 
 @helper
@@ -53,8 +56,29 @@ def _add_rms_norm_rows(
 
 
 @kernel
-def add_rms_norm(board: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any) -> None:
-    run(board, _PARTS, _add_rms_norm_rows, (x, residual, weight, eps, out, total))
+def add_rms_norm(
+    board: int,
+    x: int,
+    residual: int,
+    weight: int,
+    eps: Any,
+    out: int,
+    total: int,
+    rows: int,
+    size: int,
+    like: Any,
+    residual_like: Any,
+) -> None:
+    """x, out [rows, size] and weight [size] like `like`, residual and total [rows, size] like theirs, by address."""
+    arrays = (
+        matrix(x, rows, size, like),
+        matrix(residual, rows, size, residual_like),
+        vector(weight, size, like),
+        eps,
+        matrix(out, rows, size, like),
+        matrix(total, rows, size, residual_like),
+    )
+    run(board, _PARTS, _add_rms_norm_rows, arrays)
 
 
 @helper
@@ -68,8 +92,9 @@ def _silu_and_mul_rows(part: int, parts: int, gate_up: Any, out: Any) -> None:
 
 
 @kernel
-def silu_and_mul(board: int, gate_up: Any, out: Any) -> None:
-    run(board, _PARTS, _silu_and_mul_rows, (gate_up, out))
+def silu_and_mul(board: int, gate_up: int, out: int, rows: int, size: int, like: Any) -> None:
+    """gate_up [rows, 2 * size] and out [rows, size] of stored elements like `like`, by address."""
+    run(board, _PARTS, _silu_and_mul_rows, (matrix(gate_up, rows, 2 * size, like), matrix(out, rows, size, like)))
 
 
 @helper
@@ -108,17 +133,34 @@ def _rotary_rows(
 @kernel
 def rotary(
     board: int,
-    query: Any,
+    query: int,
     query_heads: int,
     query_stride: int,
-    key: Any,
+    key: int,
     key_heads: int,
     key_stride: int,
-    positions: Any,
-    cos_sin: Any,
+    positions: int,
+    rows: int,
+    cos_sin: int,
+    longest: int,
+    dim: int,
+    like: Any,
 ) -> None:
-    """query and key are flat arrays whose rows lie their stride apart."""
-    run(board, _PARTS, _rotary_rows, (query, query_heads, query_stride, key, key_heads, key_stride, positions, cos_sin))
+    """query and key by address, their rows of heads * dim elements like `like` a stride apart.
+
+    positions int64 [rows] and cos_sin float32 [longest, dim] by address.
+    """
+    arrays = (
+        vector(query, rows * query_stride, like),
+        query_heads,
+        query_stride,
+        vector(key, rows * key_stride, like),
+        key_heads,
+        key_stride,
+        vector(positions, rows, np.int64(0)),
+        matrix(cos_sin, longest, dim, _ZERO),
+    )
+    run(board, _PARTS, _rotary_rows, arrays)
 
 
 @helper
@@ -144,6 +186,29 @@ def _write_kv_rows(
 
 
 @kernel
-def write_kv(board: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any) -> None:
-    """key and value are flat arrays whose rows lie their stride apart; k and v are `LayerKV.words`."""
-    run(board, _PARTS, _write_kv_rows, (key, key_stride, value, value_stride, k, v, slots))
+def write_kv(
+    board: int,
+    key: int,
+    key_stride: int,
+    value: int,
+    value_stride: int,
+    k: Any,
+    v: Any,
+    slots: int,
+    rows: int,
+    like: Any,
+) -> None:
+    """key and value by address, their rows of elements like `like` a stride apart; k and v are `LayerKV.words`.
+
+    slots int64 [rows] by address.
+    """
+    arrays = (
+        vector(key, rows * key_stride, like),
+        key_stride,
+        vector(value, rows * value_stride, like),
+        value_stride,
+        k,
+        v,
+        vector(slots, rows, np.int64(0)),
+    )
+    run(board, _PARTS, _write_kv_rows, arrays)

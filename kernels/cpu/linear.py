@@ -34,12 +34,21 @@ class CpuLinear:
         out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
         if not x.shape[0]:
             return out
-        rows, results = x.contiguous(), out
-        if x.dtype == torch.bfloat16:
-            rows, results = rows.view(torch.uint16), results.view(torch.uint16)
+        x = x.contiguous()
         at_once = max(1, min(_WORDS_AT_ONCE // self.panels[0].size, len(self.panels) // (2 * team.threads)))
         most_rows = MOST_ROWS[self.panels.dtype.type]
-        multiply(team.board(), at_once, most_rows, rows.numpy(), self.panels, self.bias, results.numpy())
+        multiply(
+            team.board(),
+            at_once,
+            most_rows,
+            x.data_ptr(),
+            x.shape[0],
+            self.in_features,
+            self.panels,
+            self.bias,
+            out.data_ptr(),
+            self.out_features,
+        )
         return out
 
 

@@ -28,6 +28,7 @@ from numba.extending import intrinsic
 from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.simd import LANES, narrow, next_item, pair_halves, splat, widen
 from pagemill.kernels.cpu.team import run
+from pagemill.kernels.cpu.views import matrix
 
 PANEL = 3 * LANES
 """Output features of a panel."""
@@ -198,10 +199,24 @@ def _multiply_panels(
 
 
 @kernel
-def multiply(board: int, panels_at_once: int, most_rows: int, x: Any, panels: Any, bias: Any, out: Any) -> None:
-    """out [M, N] = x [M, K] times panels [P, depth, 48], plus bias [N] or [0].
+def multiply(
+    board: int,
+    panels_at_once: int,
+    most_rows: int,
+    x: int,
+    rows: int,
+    width: int,
+    panels: Any,
+    bias: Any,
+    out: int,
+    features: int,
+) -> None:
+    """out [rows, features] = x [rows, width] times panels [P, depth, 48], plus bias [features] or [0].
 
-    All float32 with depth K; or bfloat16 as uint16, panels uint32 with depth K / 2.
+    x and out by address. All float32 with depth `width`; or bfloat16 as uint16, panels uint32 with depth `width` / 2.
     """
+    like = bias.dtype.type(0)
     counter = np.zeros(1, np.int64)
-    run(board, 1, _multiply_panels, (counter, panels_at_once, most_rows, x, panels, bias, out))
+    inputs, results = matrix(x, rows, width, like), matrix(out, rows, features, like)
+    arrays = (counter, panels_at_once, most_rows, inputs, panels, bias, results)
+    run(board, 1, _multiply_panels, arrays)

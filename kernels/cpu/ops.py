@@ -21,23 +21,36 @@ from pagemill.kernels.ops import SampleBatch
 _PARALLEL_ELEMENTS = 16384
 
 
-def _array(tensor: torch.Tensor) -> Any:
-    """The tensor's memory as a NumPy array of stored elements: float32 as it is, bfloat16 as uint16."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.uint16).numpy()
-    if tensor.dtype == torch.float32:
-        return tensor.numpy()
-    raise ValueError(f"the CPU kernels take float32 and bfloat16, got {tensor.dtype}")
+# A stored element of each type, from which the kernels take theirs: bfloat16 travels as uint16.
+_LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 
 
-def _rows(tensor: torch.Tensor) -> tuple[Any, int]:
-    """A [T, heads, dim] tensor whose rows may be parts of longer ones, as a flat array and the distance of its rows."""
-    tokens, heads, dim = tensor.shape
-    stride = tensor.stride(0) if tokens > 1 else heads * dim
-    if tensor.stride(2) != 1 or (heads > 1 and tensor.stride(1) != dim) or stride < heads * dim:
-        raise ValueError(f"heads must lie side by side, got strides {tensor.stride()}")
-    span = (tokens - 1) * stride + heads * dim if tokens else 0
-    return _array(tensor.as_strided((span,), (1,))), stride
+def _like(dtype: torch.dtype) -> Any:
+    like = _LIKE.get(dtype)
+    if like is None:
+        raise ValueError(f"the CPU kernels take float32 and bfloat16, got {dtype}")
+    return like
+
+
+def _address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """The address of a tensor that lies in order and is of the type expected."""
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(f"expected a contiguous {dtype} tensor, got {tensor.dtype} with strides {tensor.stride()}")
+    return tensor.data_ptr()
+
+
+def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """The address of a [T, heads, dim] tensor whose rows may be parts of longer ones, and the distance of its rows."""
+    _, heads, dim = tensor.shape
+    row, head, element = tensor.stride()
+    if (
+        tensor.dtype != dtype
+        or element != 1
+        or (heads > 1 and head != dim)
+        or (tensor.shape[0] > 1 and row < heads * dim)
+    ):
+        raise ValueError(f"expected {dtype} heads side by side, got {tensor.dtype} with strides {tensor.stride()}")
+    return tensor.data_ptr(), max(row, heads * dim)
 
 
 class CpuOps:
@@ -59,11 +72,20 @@ class CpuOps:
         return 0 if elements < _PARALLEL_ELEMENTS else self._team.board()
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
-        keys, key_stride = _rows(key)
-        values, value_stride = _rows(value)
-        k, v = kv.words
-        board = self._board(key.numel())
-        elementwise.write_kv(board, keys, key_stride, values, value_stride, k, v, slot_mapping.numpy())
+        dtype = kv.k.dtype
+        keys, key_stride = _rows(key, dtype)
+        values, value_stride = _rows(value, dtype)
+        elementwise.write_kv(
+            self._board(key.numel()),
+            keys,
+            key_stride,
+            values,
+            value_stride,
+            *kv.words,
+            _address(slot_mapping, torch.int64),
+            key.shape[0],
+            _like(dtype),
+        )
 
     def paged_attention(
         self, query: torch.Tensor, kv: LayerKV, meta: AttentionMetadata, *, scale: float, sliding_window: int = 0
@@ -77,8 +99,7 @@ class CpuOps:
             return attention_items(host, tile_tokens=tile_tokens, num_kv_heads=kv.num_kv_heads, threads=self.threads)
 
         items = meta.plan(f"cpu {group} {kv.num_kv_heads}", make)
-        queries, stride = _rows(query)
-        k, v = kv.words
+        queries, stride = _rows(query, kv.k.dtype)
         host = meta.host
         work = int(host.seq_lens.sum()) * kv.num_kv_heads * dim if items.shape[0] > 1 else 0
         attention.attention(
@@ -89,40 +110,60 @@ class CpuOps:
             sliding_window,
             queries,
             stride,
-            k,
-            v,
+            *kv.words,
             host.query_start,
             host.seq_lens,
             host.block_tables,
-            _array(out).reshape(-1),
+            out.data_ptr(),
+            tokens,
+            _like(query.dtype),
         )
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
-        elementwise.rms_norm(self._board(x.numel()), _array(x), _array(weight), np.float32(eps), _array(out))
+        dtype = x.dtype
+        rows, size = x.shape
+        elementwise.rms_norm(
+            self._board(x.numel()),
+            _address(x, dtype),
+            _address(weight, dtype),
+            np.float32(eps),
+            out.data_ptr(),
+            rows,
+            size,
+            _like(dtype),
+        )
         return out
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, total = torch.empty_like(x), torch.empty_like(residual)
+        dtype = x.dtype
+        rows, size = x.shape
         elementwise.add_rms_norm(
             self._board(x.numel()),
-            _array(x),
-            _array(residual),
-            _array(weight),
+            _address(x, dtype),
+            _address(residual, residual.dtype),
+            _address(weight, dtype),
             np.float32(eps),
-            _array(out),
-            _array(total),
+            out.data_ptr(),
+            total.data_ptr(),
+            rows,
+            size,
+            _like(dtype),
+            _like(residual.dtype),
         )
         return out, total
 
     def rotary_embedding(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor
     ) -> None:
-        queries, query_stride = _rows(query)
-        keys, key_stride = _rows(key)
+        dtype = query.dtype
+        longest, dim = cos_sin.shape
+        queries, query_stride = _rows(query, dtype)
+        keys, key_stride = _rows(key, dtype)
         elementwise.rotary(
             self._board(query.numel()),
             queries,
@@ -131,13 +172,21 @@ class CpuOps:
             keys,
             key.shape[1],
             key_stride,
-            positions.numpy(),
-            cos_sin.numpy(),
+            _address(positions, torch.int64),
+            query.shape[0],
+            _address(cos_sin, torch.float32),
+            longest,
+            dim,
+            _like(dtype),
         )
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
-        elementwise.silu_and_mul(self._board(out.numel()), _array(gate_up), _array(out))
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, size), dtype=gate_up.dtype)
+        dtype = gate_up.dtype
+        elementwise.silu_and_mul(
+            self._board(out.numel()), _address(gate_up, dtype), out.data_ptr(), rows, size, _like(dtype)
+        )
         return out
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
