@@ -1,8 +1,8 @@
 """Saying no at once: queue caps and deadlines that cannot be met, decided when a request comes.
 
 A request is checked and counted in one call, so a burst cannot slip in between. Refusals lean towards accepting: a
-deadline counts as unreachable only if a third more time and `GRACE_S` would not do either, nobody is refused while the engine
-idles or knows nothing yet, and an empty queue takes any one request, however long.
+deadline counts as unreachable only if a third more time and `GRACE_S` would not do either; nobody is refused while the
+engine idles or knows nothing yet, and an empty queue takes any one request, however long.
 """
 
 from __future__ import annotations
