@@ -76,8 +76,10 @@ class BeamSearch:
         del candidates[self.num_offers :]
         self._length += 1
         full = self._length >= self._max_tokens
+        # With early stopping a full set takes no more; but all that end in one step compete for it together.
+        closed = self._early_stopping is True and len(self._finished) == self._width
         for candidate in candidates[: self._width]:
-            if full or candidate.token_id in self._ends:
+            if not closed and (full or candidate.token_id in self._ends):
                 self._finish(beams[candidate.parent], candidate)
         running = [c for c in candidates if not full and c.token_id not in self._ends][: self._width]
         self._logprobs = [beam.logprob for beam in running]
@@ -96,8 +98,6 @@ class BeamSearch:
         return self._finished[:count]
 
     def _finish(self, tokens: Sequence[int], last: BeamStep) -> None:
-        if self._early_stopping is True and len(self._finished) == self._width:
-            return
         score = self._score(last.logprob, self._length)
         ended = last.token_id in self._ends
         self._keep(FinishedBeam([*tokens, last.token_id], last.logprob, score, ended))
