@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pagemill.engine.admission import Limits
@@ -47,8 +48,11 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
     Raises `ConfigError` where a setting, the model or the machine's memory does not allow it.
     """
     folder = resolve_model(config.model, config.cache_dir, progress)
-    runner = ModelRunner(config, folder, progress)
-    tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(folder.path)
+    with ThreadPoolExecutor(1) as beside:
+        # Reading a tokenizer takes a second of a start that should take five.
+        reading = None if config.skip_tokenizer_init else beside.submit(Tokenizer.from_folder, folder.path)
+        runner = ModelRunner(config, folder, progress)
+        tokenizer = None if reading is None else reading.result()
     spec = runner.spec
     cache = KVCacheManager(
         runner.num_blocks,
