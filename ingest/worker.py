@@ -161,7 +161,7 @@ class Worker:
             self._engine.abort(live.request_id)
             self._outbox.flush_now(live)
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(max(1.0, min(5.0, self._config.drain_timeout_s))):
                 await self._outbox.join()
                 await scripts.run(
                     self._client,

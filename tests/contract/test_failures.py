@@ -85,7 +85,7 @@ def test_two_engines_share_a_stream_and_one_leaves(
                 owners.add(await outside.redis.hget(f"{outside.tag}:req:r{number}", "owner"))
             assert len(owners) == 2 and worker.owner.encode() in owners
             # The process finishes for half a second only: what it still runs then has to be handed over.
-            body = {**STORY, "max_tokens": 60, "max_attempts": 1}
+            body = {**STORY, "max_tokens": 30, "max_attempts": 1}
             for number in range(4):
                 await outside.add(f"s{number}", body)
             for number in range(4):
@@ -110,7 +110,7 @@ def test_stopping_finishes_what_runs_and_leaves_the_rest(
     play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
 ) -> None:
     async def scenario() -> None:
-        body = {**STORY, "max_tokens": 12}
+        body = {**STORY, "max_tokens": 6}
         async with serving(engine, queue_config.replace(drain_timeout_s=60)) as worker:
             await outside.add("running", body)
             await outside.first_delta("running")
@@ -172,6 +172,24 @@ def test_an_engine_that_was_taken_over_stops_working(
                     while worker.num_live or engine.num_live:
                         await asyncio.sleep(0.01)
                 assert (await outside.events(name))[-1]["type"] != "done"
+
+    play(scenario())
+
+
+def test_an_entry_that_came_back_while_it_was_still_known_is_not_forgotten(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside, story: list[int]
+) -> None:
+    """Another engine took a request over and died, and this one adopted it before it had noticed any of that."""
+
+    async def scenario() -> None:
+        async with serving(engine, queue_config):
+            await outside.add("a", {**STORY, "flush_ms": 0})
+            await outside.first_delta("a")
+            await outside.redis.hset(f"{TAG}:req:a", mapping={"attempt": 2, "owner": "died"})
+            done = await outside.done("a", timeout=20)
+        assert (done["state"], done["metrics"]["attempts"]) == ("completed", 3)
+        assert await outside.token_ids("a") == story
+        await outside.assert_nothing_left()
 
     play(scenario())
 
