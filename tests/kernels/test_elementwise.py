@@ -42,6 +42,8 @@ def test_add_rms_norm(cpu: CpuOps, dtype: torch.dtype, residual_dtype: torch.dty
     assert torch.equal(total, expected_total)
     assert distance(norm, expected_norm) < TOLERANCE[dtype]
     assert torch.equal(residual, kept)
+    if residual_dtype == dtype:
+        assert torch.equal(norm, cpu.rms_norm(total, weight, 1e-5))  # of the sum as it was rounded
 
 
 def test_norm_of_zeros_and_of_nan(cpu: CpuOps) -> None:

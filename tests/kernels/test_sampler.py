@@ -141,6 +141,16 @@ def test_rows_without_a_token_yield_minus_one(cpu: CpuOps, temperature: float) -
         assert chosen[5] >= 0
 
 
+@pytest.mark.parametrize("at", [0, 5000, 8999])
+def test_nan_is_found_wherever_it_is(cpu: CpuOps, at: int) -> None:
+    logits = torch.randn(2, 9000)
+    logits[0, at] = float("nan")
+    for temperature in (0.0, 1.0):
+        first, second = cpu.sample(logits, batch_of(2, temperature=temperature)).tolist()
+        assert first == -1
+        assert second >= 0
+
+
 def test_a_row_depends_on_nothing_beside_it(cpu: CpuOps) -> None:
     rng = np.random.default_rng(3)
     batch = random_batch(40, rng)
