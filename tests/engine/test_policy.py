@@ -304,8 +304,8 @@ def test_admission_again_after_a_preemption_takes_nobodys_turn() -> None:
     clock = Clock()
     queue = PriorityQueue(clock)
     queue.add(make("batch", clock, priority=2))
-    queue.add(make("urgent", clock, priority=0))
     clock.now += AGEING_S
+    queue.add(make("urgent", clock, priority=0))
     victim = make("victim", clock, priority=0)
     victim.num_preemptions = 1
     for _ in range(AGED_TURN):
