@@ -25,7 +25,7 @@ from pagemill.engine.kv_cache_manager import KVCacheManager
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
-from pagemill.engine.scheduler_output import SchedulerOutput
+from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
 
 TOKEN = 7
 WARM_UP = 20
@@ -34,8 +34,9 @@ WARM_UP = 20
 class InstantModel:
     """Answers every sequence with the same token, in no time."""
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
-        return [TOKEN] * sum(item.samples for item in output.scheduled)
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        count = sum(item.samples for item in output.scheduled)
+        return StepResult([[TOKEN]] * count, [None] * count)
 
 
 class Timed:

@@ -167,8 +167,9 @@ class KVCacheManager:
         table = request.block_table.block_ids
         need = self.blocks_for(num_tokens) - len(table)
         last, filled = divmod(request.num_computed_tokens, self.block_size)
-        copies = bool(filled) and self.pool.is_shared(table[last])
+        copies = request.may_copy and filled > 0 and self.pool.is_shared(table[last])
         if need <= 0 and not copies:
+            request.may_copy = False
             return True
         need = max(0, need) + copies
         promised = min(need, request.promised_blocks)
@@ -176,6 +177,7 @@ class KVCacheManager:
             return False
         taken = self.pool.allocate(need)
         self._promise(request, request.promised_blocks - promised)
+        request.may_copy = False
         if copies:
             target = taken.pop()
             moves.append(BlockMove("copy", table[last], target))
@@ -214,6 +216,7 @@ class KVCacheManager:
         """Give `fork` the blocks and progress of `origin`, and a promise taken out of the origin's where it lasts."""
         self.pool.touch([b for b in origin.block_table.block_ids if b != NULL_BLOCK])
         fork.block_table = origin.block_table.fork()
+        origin.may_copy = fork.may_copy = True
         fork.num_computed_tokens = origin.num_computed_tokens
         fork.num_published_blocks = origin.num_published_blocks
         fork.block_hashes = origin.block_hashes[: origin.num_published_blocks]

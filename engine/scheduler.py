@@ -219,14 +219,18 @@ class Scheduler:
         """
         decodes: list[Request] = []
         prefills: list[Request] = []
-        grow = self.cache.grow
+        grow, block_size = self.cache.grow, self.cache.block_size
         moves = output.moves
         for request in list(self._running):
             if request.status is not RequestStatus.RUNNING:
                 continue
             computed = request.num_computed_tokens
-            if request.num_tokens - computed > 1:
+            if len(request.prompt_token_ids) + len(request.output_token_ids) - computed > 1:
                 prefills.append(request)
+                continue
+            if computed % block_size and not request.may_copy:
+                # Mostly the slot is there already; this loop is run for every sequence in every step.
+                decodes.append(request)
                 continue
             while not grow(request, computed + 1, moves):
                 victim = None if len(self._running) == 1 else choose_victim(self._running, self._last_victim)
