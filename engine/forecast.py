@@ -27,12 +27,11 @@ from numpy.typing import NDArray
 
 from pagemill.engine.lengths import TABLE, OutputLengths
 from pagemill.engine.policy import Backlog
-from pagemill.engine.preemption import is_protected
 from pagemill.engine.request import Request
 
 SAFETY = 2.0  # standard deviations of occupancy that admission leaves free
 REFRESH_STEPS = 8
-REQUESTS_A_STEP = 64  # with many running the forecast is made anew more seldom: it costs a step no more than so many
+SEQUENCES_A_STEP = 64  # with many running the forecast is made anew more seldom: a step bears no more than so many
 EMPTIER = 1 / 32  # share of the pool: if this much was given back unforeseen, the forecast is made anew at once
 HORIZONS = np.array(
     [0, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192],
@@ -51,41 +50,49 @@ Integers = NDArray[np.int64]
 
 @dataclass(slots=True)
 class _Profile:
-    """Requests as columns [n]: tokens generated, in all, found in the cache and not computed yet; the fewest and the
-    most it may generate; row of the life table."""
+    """Sequences as columns [n].
+
+    `generated`: tokens so far. `held`: tokens in blocks that are its own, once all are computed; `grows`: tokens that
+    come to them each step. `least`, `most`: tokens that it may generate. `missing`: tokens to compute. `seats`: places
+    in the batch. `row`: its life table.
+    """
 
     generated: Integers
-    tokens: Integers
-    cached: Integers
-    missing: Integers
+    held: Integers
+    grows: Integers
     least: Integers
     most: Integers
+    missing: Integers
+    seats: Integers
     row: Integers
 
     @classmethod
-    def of(cls, requests: Collection[Request], lengths: OutputLengths) -> _Profile:
-        row_of = lengths.row_of
+    def of(cls, sequences: Collection[Request], lengths: OutputLengths, window: int) -> _Profile:
         values: list[int] = []
-        for request in requests:
-            params = request.params
+        for sequence in sequences:
+            params = sequence.params
             endless = params.ignore_eos and not params.stop and not params.stop_token_ids
-            generated = len(request.output_token_ids)
-            tokens = len(request.prompt_token_ids) + generated
+            generated, most, seats = len(sequence.output_token_ids), sequence.max_tokens, sequence.seats
+            tokens = len(sequence.prompt_token_ids) + generated
+            # Choices and beams share their prompt: each is taken to own its part of it.
+            sharing = params.num_sequences - seats + 1
+            prompt = (len(sequence.prompt_token_ids) - sequence.num_cached_tokens) // sharing
+            held, grows = prompt + generated, seats
+            if sequence.is_reserved:
+                held, grows = prompt + seats * most, 0  # what it grows by is promised to it already
+            elif window and tokens >= window:
+                held, grows = min(held, window), 0
             values += (
                 generated,
-                tokens,
-                request.num_cached_tokens,
-                tokens - request.num_computed_tokens,
-                request.max_tokens if endless else params.min_tokens,
-                request.max_tokens,
-                row_of(request.tenant),
+                held,
+                grows,
+                most if endless else params.min_tokens,
+                most,
+                tokens - sequence.num_computed_tokens,
+                seats,
+                lengths.row_of(sequence.tenant),
             )
-        return cls(*np.array(values, dtype=np.int64).reshape(-1, 7).T.copy())
-
-    @property
-    def held(self) -> Integers:
-        """Tokens in blocks that nobody shares, once all are computed."""
-        return self.tokens - self.cached
+        return cls(*np.array(values, dtype=np.int64).reshape(-1, 8).T.copy())
 
     def alive(self, lengths: OutputLengths) -> Floats:
         """The chance [horizons, n] that each still runs at each horizon."""
@@ -101,28 +108,26 @@ class _Profile:
 
 @dataclass(slots=True)
 class _Change:
-    """What a number of requests does by each horizon: change of the tokens held, against now, in the mean, its variance
-    and at worst; and how many still run."""
+    """What sequences do by each horizon: change of the tokens held, against now, in the mean, its variance and at
+    worst; and how many seats they still take."""
 
     mean: Floats
     variance: Floats
     worst: Floats
-    alive: Floats
+    seats: Floats
 
     @classmethod
-    def of(cls, profile: _Profile, alive: Floats, grows: bool) -> _Change:
-        left = profile.most - profile.generated
-        time = HORIZONS.astype(np.float64) if grows else np.zeros(len(HORIZONS))
-        # A request holds (held + t) tokens with chance `alive`: sums of powers of `held`, then of t.
-        held = (profile.held if grows else profile.held + left).astype(np.float64)
-        powers = np.stack((np.ones_like(held), held, held * held), axis=1)
-        there = alive @ powers[:, :2]
-        spread = (alive - alive * alive) @ powers
+    def of(cls, profile: _Profile, alive: Floats) -> _Change:
+        # A sequence holds (held + grows x t) tokens with chance `alive`. Summed over the sequences for each power of t.
+        held, grows = profile.held.astype(np.float64), profile.grows.astype(np.float64)
+        there = alive @ np.stack((grows, held, profile.seats), axis=1)
+        spread = (alive - alive * alive) @ np.stack((grows * grows, grows * held, held * held), axis=1)
+        time = HORIZONS.astype(np.float64)
         return cls(
             there[:, 1] + time * there[:, 0] - held.sum(),
             spread[:, 2] + time * (2.0 * spread[:, 1] + time * spread[:, 0]),
-            np.minimum(time[:, None], left).sum(1),
-            there[:, 0],
+            (np.minimum(HORIZONS[:, None], profile.most - profile.generated) @ profile.grows).astype(np.float64),
+            there[:, 2],
         )
 
     def __add__(self, other: _Change) -> _Change:
@@ -130,7 +135,7 @@ class _Change:
             self.mean + other.mean,
             self.variance + other.variance,
             self.worst + other.worst,
-            self.alive + other.alive,
+            self.seats + other.seats,
         )
 
     def peak(self) -> float:
@@ -217,44 +222,42 @@ class Outlook:
 class GrowthForecast:
     """The peak of the pool's occupancy if nobody but one candidate were admitted. Sizes in blocks.
 
-    `committed_blocks`: blocks of the pool that are used or promised. Once in `REFRESH_STEPS` steps the running requests
-    are looked at one by one; between, admissions are added.
+    `committed_blocks`: blocks of the pool that are used or promised. Once in `REFRESH_STEPS` steps the running
+    sequences are looked at one by one; between, admissions are added.
     """
 
-    def __init__(self, lengths: OutputLengths, *, num_blocks: int, block_size: int, reserve: bool = False) -> None:
-        """`num_blocks`: the usable ones. `reserve`: admission promises all that a request may ever need."""
+    def __init__(self, lengths: OutputLengths, *, num_blocks: int, block_size: int, sliding_window: int = 0) -> None:
+        """`num_blocks`: the usable ones. `sliding_window`: tokens that the model sees; 0: all."""
         self.lengths = lengths
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._grows = not reserve
+        self._window = sliding_window
         self._refresh_at = 0
         self._committed = 0
         self._change = _Change(*np.zeros((4, len(HORIZONS))))
         self._computed_share = 1.0
-        self._running = 0
         self._to_prefill = 0.0
         self._candidate: tuple[Request, _Change] | None = None
 
     def refresh(self, step: int, running: Collection[Request], committed_blocks: int) -> None:
-        """Look at the running requests, if it is time. Call before a step's first `watermark`."""
+        """Look at the running sequences, if it is time. Call before a step's first `watermark`."""
         if step < self._refresh_at and committed_blocks >= self._committed - self._num_blocks * EMPTIER:
             return
-        self._refresh_at = step + REFRESH_STEPS + len(running) // REQUESTS_A_STEP
+        self._refresh_at = step + REFRESH_STEPS + len(running) // SEQUENCES_A_STEP
         self._committed = committed_blocks
         self._candidate = None
-        # The growth of a protected request is promised to it already.
-        profile = _Profile.of([request for request in running if not is_protected(request)], self.lengths)
+        profile = _Profile.of(running, self.lengths, self._window)
         free = profile.least < profile.most
         self.lengths.update(profile.row[free], profile.generated[free])
-        self._change = _Change.of(profile, profile.alive(self.lengths), self._grows)
-        self._running = len(running)
+        self._change = _Change.of(profile, profile.alive(self.lengths))
         self._to_prefill = float(np.maximum(profile.missing - 1, 0).sum())
-        if len(profile.tokens):
-            self._computed_share = float(profile.held.sum() / profile.tokens.sum())
+        if running:
+            prompts = sum(len(sequence.prompt_token_ids) for sequence in running)
+            self._computed_share = 1.0 - sum(sequence.num_cached_tokens for sequence in running) / prompts
 
     def watermark(self, request: Request, committed_blocks: int) -> int:
-        """Blocks that must stay free, beside those promised to the request, if it is admitted. The request counts what
-        it will grow by itself; `committed_blocks` are those before its admission."""
+        """Blocks that must stay free, beside those promised to the request, if it is admitted: its own growth counts.
+        `committed_blocks` are those before its admission."""
         peak = (self._change + self._change_by(request)).peak() / self._block_size
         return max(0, math.ceil(self._committed + peak) - committed_blocks)
 
@@ -262,14 +265,13 @@ class GrowthForecast:
         """The request has been admitted, with so many blocks."""
         self._change = self._change + self._change_by(request)
         self._committed += promised_blocks
-        self._running += 1
         self._to_prefill += request.num_tokens * self._computed_share
         self._candidate = None
 
     def _change_by(self, request: Request) -> _Change:
         if self._candidate is None or self._candidate[0] is not request:
-            profile = _Profile.of([] if is_protected(request) else [request], self.lengths)
-            self._candidate = (request, _Change.of(profile, profile.alive(self.lengths), self._grows))
+            profile = _Profile.of([request], self.lengths, self._window)
+            self._candidate = (request, _Change.of(profile, profile.alive(self.lengths)))
         return self._candidate[1]
 
     def outlook(
@@ -289,24 +291,29 @@ class GrowthForecast:
         full_step = times.seconds(step_tokens)
         if full_step is None or not sample:
             return None
-        # What one newcomer holds, in blocks and seats, so many steps after its admission.
-        profile = _Profile.of(sample[:SAMPLE], self.lengths)
-        tokens = waiting.tokens / waiting.requests if waiting.requests else float(profile.tokens.mean())
+        sample = sample[:SAMPLE]
+        tokens = sum(request.num_tokens for request in sample) / len(sample)
+        if waiting.requests:
+            tokens = waiting.tokens / waiting.requests
         computed = max(1.0, tokens * self._computed_share)
-        profile.generated[:] = profile.cached[:] = 0
-        profile.tokens[:] = round(computed)
-        life = _Change.of(profile, profile.alive(self.lengths), self._grows)
-        seat = life.alive / len(profile.held)
-        start = computed if self._grows else computed + float(profile.most.mean())
-        held = (start + life.mean / len(profile.held)) / self._block_size
-        steps = math.ceil(max(1.0, float(np.trapezoid(seat, HORIZONS)) / INTERVALS_A_LIFE))
+        # What one newcomer holds, in blocks and seats, so many steps after its admission.
+        profile = _Profile.of(sample, self.lengths, self._window)
+        profile.generated[:] = 0
+        alive = profile.alive(self.lengths)
+        reserved = np.array([request.is_reserved for request in sample])
+        own = computed + np.where(reserved, profile.most, HORIZONS[:, None]) * profile.seats
+        if self._window:
+            own = np.minimum(own, self._window)
+        held = (alive * own).mean(1) / self._block_size
+        seat = (alive * profile.seats).mean(1)
+        steps = math.ceil(max(1.0, float(np.trapezoid(seat / seat[0], HORIZONS)) / INTERVALS_A_LIFE))
         grid = steps * np.arange(INTERVALS)
 
         def on_grid(values: Floats) -> list[float]:
-            return np.interp(grid, HORIZONS, values).tolist()
+            return list(map(float, np.interp(grid, HORIZONS, values)))
 
         blocks_busy = on_grid(self._committed + self._change.mean / self._block_size)
-        seats_busy = on_grid(self._running - self._change.alive[0] + self._change.alive)
+        seats_busy = on_grid(self._change.seats)
         blocks_each = on_grid(held)
         blocks_aged, seats_aged = blocks_each[::-1], on_grid(seat)[::-1]
         now = times.seconds(seats_busy[0]) or 0.0  # the step in flight comes first
@@ -320,7 +327,7 @@ class GrowthForecast:
             room = max(1.0, step_tokens - seats)  # tokens of a step that are left for prefill
             by_blocks = (self._num_blocks - blocks) / blocks_each[0]
             by_tokens = (steps * room - backlog) / computed
-            new = max(0.0, min(by_blocks, max_running - seats, by_tokens))
+            new = max(0.0, min(by_blocks, (max_running - seats) / seat[0], by_tokens))
             newcomers.append(new)
             admitted += new
             backlog += new * computed

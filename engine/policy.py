@@ -51,14 +51,14 @@ class WaitingQueue(Protocol):
     """The waiting requests in the order of a policy. Every operation but `ahead_of` is O(log n) or better."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its `arrived_at` is set and the id is not queued yet."""
+        """Queue a request whose `arrived_at` is set. Several choices of one request are queued one by one."""
         ...
 
-    def remove(self, request_id: str) -> Request | None:
-        """Take a request out because it is admitted or has ended. None: it is not here."""
+    def remove(self, request: Request) -> bool:
+        """Take a request out because it is admitted or has ended. False: it is not here."""
         ...
 
-    def get(self, request_id: str) -> Request | None: ...
+    def __contains__(self, request: object) -> bool: ...
 
     def __len__(self) -> int: ...
 
@@ -85,30 +85,31 @@ class FcfsQueue:
 
     def __init__(self) -> None:
         # Not a dict: taking the head of a dict again and again walks over all that was taken before.
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._requests: OrderedDict[Request, None] = OrderedDict()
         self.num_tokens = 0
 
     def add(self, request: Request) -> None:
-        self._requests[request.request_id] = request
+        self._requests[request] = None
         self.num_tokens += request.num_tokens
 
-    def remove(self, request_id: str) -> Request | None:
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.num_tokens -= request.num_tokens
-        return request
+    def remove(self, request: Request) -> bool:
+        if request not in self._requests:
+            return False
+        del self._requests[request]
+        self.num_tokens -= request.num_tokens
+        return True
 
-    def get(self, request_id: str) -> Request | None:
-        return self._requests.get(request_id)
+    def __contains__(self, request: object) -> bool:
+        return request in self._requests
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return iter(self._requests)
 
     def candidates(self, limit: int) -> list[Request]:
-        return list(islice(self._requests.values(), limit))
+        return list(islice(self._requests, limit))
 
     def charge(self, request: Request, *, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         pass
@@ -128,19 +129,11 @@ class PriorityQueue:
     def add(self, request: Request) -> None:
         self._classes[_class_of(request)].add(request)
 
-    def remove(self, request_id: str) -> Request | None:
-        for queue in self._classes:
-            request = queue.remove(request_id)
-            if request is not None:
-                return request
-        return None
+    def remove(self, request: Request) -> bool:
+        return self._classes[_class_of(request)].remove(request)
 
-    def get(self, request_id: str) -> Request | None:
-        for queue in self._classes:
-            request = queue.get(request_id)
-            if request is not None:
-                return request
-        return None
+    def __contains__(self, request: object) -> bool:
+        return any(request in queue for queue in self._classes)
 
     def __len__(self) -> int:
         return sum(map(len, self._classes))
@@ -221,7 +214,7 @@ class FairQueue:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._requests: dict[str, Request] = {}
+        self._requests: set[Request] = set()
         self._tenants: dict[str, _Tenant] = {}
         # (service, order of becoming active, tenant). Service only grows, so an entry is never too late in the heap;
         # it is brought up to date when it comes to the top. An entry that its tenant does not hold is dead.
@@ -241,27 +234,28 @@ class FairQueue:
             if len(self._heap) > 2 * self._active + 64:
                 self._drop_dead_entries()
         tenant.lane.add(request)
-        self._requests[request.request_id] = request
+        self._requests.add(request)
 
-    def remove(self, request_id: str) -> Request | None:
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            tenant = self._tenants[request.tenant]
-            tenant.lane.remove(request_id)
-            if not len(tenant.lane):
-                tenant.entry = None
-                self._active -= 1
-                self._last_to_leave = tenant
-        return request
+    def remove(self, request: Request) -> bool:
+        if request not in self._requests:
+            return False
+        self._requests.remove(request)
+        tenant = self._tenants[request.tenant]
+        tenant.lane.remove(request)
+        if not len(tenant.lane):
+            tenant.entry = None
+            self._active -= 1
+            self._last_to_leave = tenant
+        return True
 
-    def get(self, request_id: str) -> Request | None:
-        return self._requests.get(request_id)
+    def __contains__(self, request: object) -> bool:
+        return request in self._requests
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return iter(self._requests)
 
     def candidates(self, limit: int) -> list[Request]:
         chosen: list[Request] = []

@@ -43,7 +43,7 @@ def make(name: str, clock: Clock, *, tenant: str = "a", priority: int = 1, token
 def admit(queue: WaitingQueue) -> Request:
     """What the scheduler does with the first candidate."""
     [request] = queue.candidates(1)
-    assert queue.remove(request.request_id) is request
+    assert queue.remove(request)
     queue.charge(request, prompt_tokens=request.num_tokens)
     return request
 
@@ -179,14 +179,14 @@ def test_every_policy_orders_like_its_naive_twin(policy: SchedulingPolicy) -> No
                 known.append(request)
             elif action < 0.8 and twin.waiting:
                 request = rng.choice(queue.candidates(3)[:2])
-                assert queue.remove(request.request_id) is request
+                assert queue.remove(request)
                 twin.waiting.remove(request)
                 twin.deactivate(request)
                 queue.charge(request, prompt_tokens=request.num_tokens)
                 twin.charge(request, request.num_tokens, 0)
             elif action < 0.85 and twin.waiting:
                 request = rng.choice(twin.waiting)
-                assert queue.remove(request.request_id) is request
+                assert queue.remove(request)
                 twin.waiting.remove(request)
                 twin.deactivate(request)
             elif action < 0.95 and known:
@@ -199,9 +199,10 @@ def test_every_policy_orders_like_its_naive_twin(policy: SchedulingPolicy) -> No
             for limit in (0, 1, 4, 1000):
                 assert [request.request_id for request in queue.candidates(limit)] == expected[:limit], (seed, number)
             assert len(queue) == len(expected)
-            assert {request.request_id for request in queue} == set(expected)
-            assert all(queue.get(name) is not None for name in expected)
-        assert queue.get("nobody") is None and queue.remove("nobody") is None
+            assert set(queue) == set(twin.waiting)
+            assert all(request in queue for request in twin.waiting)
+        stranger = make("stranger", clock)
+        assert stranger not in queue and not queue.remove(stranger)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
@@ -263,7 +264,8 @@ def test_an_overdue_request_is_admitted_within_the_bound() -> None:
         clock = Clock()
         queue = PriorityQueue(clock)
         for number in range(older + 1):
-            queue.add(make(f"batch{number}", clock, priority=2))
+            watched = make(f"batch{number}", clock, priority=2)
+            queue.add(watched)
         urgent = 0
         for _ in range(20):
             queue.add(make(f"urgent{urgent}", clock, priority=0))
@@ -271,7 +273,7 @@ def test_an_overdue_request_is_admitted_within_the_bound() -> None:
             assert admit(queue).priority == 0  # nobody is overdue yet
         clock.now += AGEING_S
         admissions = 0
-        while queue.get(f"batch{older}") is not None:
+        while watched in queue:
             queue.add(make(f"urgent{urgent}", clock, priority=0))
             urgent += 1
             admit(queue)
@@ -371,9 +373,7 @@ def test_leaving_pays_no_debt() -> None:
     for number in range(10):
         queue.add(make(f"other{number}", clock, tenant="other", tokens=10))
     queue.add(make("greedy", clock, tenant="greedy", tokens=10))
-    admit(queue)
-    admit(queue)
-    assert queue.get("greedy") is None
+    assert {admit(queue).tenant, admit(queue).tenant} == {"other", "greedy"}
     queue.charge(make("running", clock, tenant="greedy"), output_tokens=15)  # it runs, nothing of it waits
     queue.add(make("greedy again", clock, tenant="greedy", tokens=10))
     tenants = [admit(queue).tenant for _ in range(5)]
@@ -415,8 +415,9 @@ def test_what_is_remembered_of_tenants_is_bounded() -> None:
     blocked = make("blocked", clock, tenant="first", tokens=3)
     queue.add(blocked)
     for number in range(5000):  # comes and is aborted while the first waits on
-        queue.add(make(f"a{number}", clock, tenant="toggles"))
-        queue.remove(f"a{number}")
+        aborted = make(f"a{number}", clock, tenant="toggles")
+        queue.add(aborted)
+        queue.remove(aborted)
     assert len(queue._heap) < 200
     assert queue.candidates(5) == [blocked]
 
@@ -485,7 +486,9 @@ def test_a_tenant_with_57_percent_of_the_traffic_does_not_slow_the_rest() -> Non
 def test_fcfs_and_backlogs_count_tokens() -> None:
     clock = Clock()
     queue = FcfsQueue()
-    for number in range(3):
-        queue.add(make(f"r{number}", clock, tokens=10 + number))
-    queue.remove("r1")
+    requests = [make("same id", clock, tokens=10 + number) for number in range(3)]  # choices of one request
+    for request in requests:
+        queue.add(request)
+    assert queue.remove(requests[1]) and not queue.remove(requests[1])
+    assert queue.candidates(5) == [requests[0], requests[2]]
     assert queue.ahead_of(make("new", clock)) == Backlog(2, 22)
