@@ -1,12 +1,10 @@
-"""How many threads this process may use, by affinity and cgroup, and telling torch."""
+"""How many threads this process may use, by affinity and cgroup."""
 
 from __future__ import annotations
 
 import math
 import os
 from pathlib import Path
-
-import torch
 
 _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
@@ -32,13 +30,3 @@ def _quota() -> float | None:
         return None if limit_v1 <= 0 else limit_v1 / int((_CGROUP_V1 / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return None
-
-
-def set_threads(count: int | None = None) -> int:
-    """Give torch `count` threads and return how many the kernels may use.
-
-    The default is what torch has been told, at most `available_threads()`.
-    """
-    threads = count or min(torch.get_num_threads(), available_threads())
-    torch.set_num_threads(threads)
-    return threads

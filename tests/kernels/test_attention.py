@@ -122,13 +122,7 @@ def test_a_token_has_the_same_bits_in_a_prefill_in_chunks_and_in_a_decode(
 
 def test_one_thread_gives_the_same_bits() -> None:
     case = make_case(*MIXED, kv_heads=3, group=3, head_dim=64, dtype=torch.bfloat16)
-    threads = torch.get_num_threads()
-    try:
-        outputs = [
-            CpuOps(threads=count).paged_attention(case.query, case.kv, case.meta, scale=0.125) for count in (1, 2)
-        ]
-    finally:
-        torch.set_num_threads(threads)
+    outputs = [CpuOps(threads=count).paged_attention(case.query, case.kv, case.meta, scale=0.125) for count in (1, 2)]
     assert torch.equal(*outputs)
 
 

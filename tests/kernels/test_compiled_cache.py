@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -32,8 +33,16 @@ def test_the_folder_is_private_and_named_after_the_sources(tmp_path: Path, monke
     assert folder.parent == tmp_path / "numba"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert jit.keep_compiled(str(tmp_path)) == folder
+    sources = tmp_path / "cpu"
+    shutil.copytree(Path(jit.__file__).parent, sources)
+    monkeypatch.setattr(jit, "__file__", str(sources / "jit.py"))
+    assert jit.keep_compiled(str(tmp_path)) == folder
+    with (sources / "simd.py").open("a") as source:  # a helper, which numba itself would not look at
+        source.write("# edited\n")
+    edited = jit.keep_compiled(str(tmp_path))
+    assert edited != folder
     monkeypatch.setattr(numba, "__version__", "0.0")
-    assert jit.keep_compiled(str(tmp_path)) != folder
+    assert jit.keep_compiled(str(tmp_path)) not in (folder, edited)
 
 
 def test_other_users_of_numba_keep_their_cache_folder(tmp_path: Path) -> None:
@@ -136,11 +145,12 @@ def test_an_old_cgroup_quota_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert threads._quota() == 1.0
 
 
-def test_threads_are_limited_to_what_torch_was_told() -> None:
+def test_the_team_has_the_threads_asked_for_and_torch_keeps_to_one() -> None:
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)
-        assert CpuOps().threads == 1
+        torch.set_num_threads(2)
         assert CpuOps(threads=3).threads == 3
+        assert torch.get_num_threads() == 1
+        assert CpuOps().threads == threads.available_threads()
     finally:
         torch.set_num_threads(before)
