@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,13 @@ import pytest
 import redis.asyncio as aioredis
 
 from pagemill.engine.async_engine import AsyncEngine
-from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineDeadError, RequestError
 from pagemill.ingest.client import AsyncClient
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer, free_port
 from pagemill.ingest.worker import Worker
-from tests.contract.conftest import STORY, TAG, EngineProcess, Outside, serving
+from tests.contract.conftest import ENGINE, STORY, TAG, EngineProcess, Outside, serving
 from tests.contract.test_protocol import check_events
-from tests.engine.tiny_models import CONFIGS, save_model
 
 
 def test_a_killed_engines_request_goes_on_where_it_stopped(
@@ -198,7 +197,7 @@ def test_an_entry_that_came_back_while_it_was_still_known_is_not_forgotten(
 
 def test_everything_deleted_under_a_running_engine(play: Any, engine: AsyncEngine, any_redis_url: str) -> None:
     """A blocked reader is told `UNBLOCKED` by Redis 7.0 and `NOGROUP` by later servers."""
-    config = QueueConfig(redis_url=any_redis_url, block_ms=2000, poll_ms=50)
+    config = QueueConfig(redis_url=any_redis_url, block_ms=500, poll_ms=50)
 
     async def scenario() -> None:
         outside = Outside(any_redis_url)
@@ -347,42 +346,33 @@ def test_an_engine_stops_while_redis_is_away(play: Any, engine: AsyncEngine) -> 
 
 
 def test_the_death_of_an_engine_ends_its_worker_and_loses_nothing(
-    play: Any,
-    queue_config: QueueConfig,
-    outside: Outside,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside, story: list[int]
 ) -> None:
     """A device error: `run` raises, and the next engine goes on with the tokens that are out."""
-    folder = save_model(CONFIGS["llama-gqa"](), tmp_path_factory.mktemp("tiny") / "llama")
-    tiny = EngineConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", num_blocks_override=20, threads=1)
-    body = {"prompt_token_ids": [5, 6, 7], "max_tokens": 60, "temperature": 0, "flush_ms": 0}
 
     async def scenario() -> None:
-        dying, heir = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
+        dying = await AsyncEngine.create(ENGINE)
         step = dying._parts.core.step
-        steps = 0
 
         def failing_step() -> Any:
-            nonlocal steps
-            steps += 1
-            if steps > 5:
+            if tokens_out.is_set():
                 raise RuntimeError("the device is gone")
             return step()
 
-        monkeypatch.setattr(dying._parts.core, "step", failing_step)
-        await outside.add("a", body)
+        tokens_out = threading.Event()
+        dying._parts.core.step = failing_step  # type: ignore[method-assign]
+        await outside.add("a", {**STORY, "flush_ms": 0})
+        serving_task = asyncio.create_task(Worker(dying, queue_config).run())
+        await outside.first_delta("a")
+        tokens_out.set()
         with pytest.raises(EngineDeadError, match="device is gone"):
-            await Worker(dying, queue_config).run()
+            await serving_task
+        await dying.stop()
         assert not await outside.engines()
         assert await outside.redis.xlen(f"{TAG}:in:1") == 1
-        async with serving(heir, queue_config):
+        async with serving(engine, queue_config):
             assert (await outside.done("a"))["metrics"]["attempts"] == 2
-            await outside.add("b", body)
-            await outside.done("b")
-        assert await outside.token_ids("a") == await outside.token_ids("b")
+        assert await outside.token_ids("a") == story
         await outside.assert_nothing_left()
-        await dying.stop()
-        await heir.stop()
 
     play(scenario())
