@@ -38,6 +38,7 @@ HORIZONS = np.array(
     dtype=np.int64,
 )  # steps, which is tokens of a running request
 
+SHARE_SMOOTHING = 0.05  # weight of an admission in the share of tokens that were not found in the prefix cache
 SAMPLE = 32  # waiting requests that stand for all
 INTERVALS = 32  # of the outlook
 INTERVALS_A_LIFE = 6  # of them, in the mean time from admission to end
@@ -69,30 +70,25 @@ class _Profile:
     @classmethod
     def of(cls, sequences: Collection[Request], lengths: OutputLengths, window: int) -> _Profile:
         values: list[int] = []
+        row_of = lengths.row_of
         for sequence in sequences:
-            params = sequence.params
-            endless = params.ignore_eos and not params.stop and not params.stop_token_ids
-            generated, most, seats = len(sequence.output_token_ids), sequence.max_tokens, sequence.seats
-            tokens = len(sequence.prompt_token_ids) + generated
-            # Choices and beams share their prompt: each is taken to own its part of it.
-            sharing = params.num_sequences - seats + 1
-            prompt = (len(sequence.prompt_token_ids) - sequence.num_cached_tokens) // sharing
+            params, most, seats = sequence.params, sequence.max_tokens, sequence.seats
+            generated, prompt = len(sequence.output_token_ids), len(sequence.prompt_token_ids)
+            missing = prompt + generated - sequence.num_computed_tokens
+            prompt -= sequence.num_cached_tokens
+            if params.n > 1 or params.beam_width > 1:
+                # Choices and beams share their prompt: each is taken to own its part of it.
+                prompt //= params.num_sequences - seats + 1
             held, grows = prompt + generated, seats
             if sequence.is_reserved:
                 held, grows = prompt + seats * most, 0  # what it grows by is promised to it already
-            elif window and tokens >= window:
-                held, grows = min(held, window), 0
-            values += (
-                generated,
-                held,
-                grows,
-                most if endless else params.min_tokens,
-                most,
-                tokens - sequence.num_computed_tokens,
-                seats,
-                lengths.row_of(sequence.tenant),
-            )
-        return cls(*np.array(values, dtype=np.int64).reshape(-1, 8).T.copy())
+            elif window and held >= window:
+                held, grows = window, 0
+            least = params.min_tokens
+            if params.ignore_eos and not params.stop and not params.stop_token_ids:
+                least = most
+            values += (generated, held, grows, least, most, missing, seats, row_of(sequence.tenant))
+        return cls(*np.fromiter(values, np.int64, len(values)).reshape(-1, 8).T.copy())
 
     def alive(self, lengths: OutputLengths) -> Floats:
         """The chance [horizons, n] that each still runs at each horizon."""
@@ -211,7 +207,7 @@ class Outlook:
             return self.times[0]
         if index == len(self.admitted):
             # Beyond the horizon it goes on as in its second half. If nobody moves there: not before its end.
-            half = index // 2
+            half = (index - 1) // 2
             rate = (self.admitted[-1] - self.admitted[half]) / (self.times[-1] - self.times[half])
             return self.times[-1] + ((admitted - self.admitted[-1]) / rate if rate > 0.0 else 0.0)
         low, high = self.admitted[index - 1], self.admitted[index]
@@ -251,9 +247,6 @@ class GrowthForecast:
         self.lengths.update(profile.row[free], profile.generated[free])
         self._change = _Change.of(profile, profile.alive(self.lengths))
         self._to_prefill = float(np.maximum(profile.missing - 1, 0).sum())
-        if running:
-            prompts = sum(len(sequence.prompt_token_ids) for sequence in running)
-            self._computed_share = 1.0 - sum(sequence.num_cached_tokens for sequence in running) / prompts
 
     def watermark(self, request: Request, committed_blocks: int) -> int:
         """Blocks that must stay free, beside those promised to the request, if it is admitted: its own growth counts.
@@ -262,11 +255,16 @@ class GrowthForecast:
         return max(0, math.ceil(self._committed + peak) - committed_blocks)
 
     def admit(self, request: Request, promised_blocks: int) -> None:
-        """The request has been admitted, with so many blocks."""
+        """The request has been admitted and promised so many blocks; `num_cached_tokens` says what it found."""
+        if request.num_cached_tokens:
+            self._candidate = None  # it was judged without
         self._change = self._change + self._change_by(request)
-        self._committed += promised_blocks
-        self._to_prefill += request.num_tokens * self._computed_share
         self._candidate = None
+        self._committed += promised_blocks
+        missing = request.num_tokens - request.num_computed_tokens
+        self._to_prefill += missing
+        share = missing / request.num_tokens
+        self._computed_share += SHARE_SMOOTHING * (share - self._computed_share)
 
     def _change_by(self, request: Request) -> _Change:
         if self._candidate is None or self._candidate[0] is not request:
