@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zlib
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.engine.errors import ConfigError, RequestError
+from pagemill.engine.sampling_params import SAMPLING_FIELDS
+from pagemill.ingest import schema
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import UnreadableEntry, read_id, read_request
 from pagemill.ingest.keys import QueueKeys, is_request_id
@@ -85,6 +89,22 @@ def test_what_is_not_supported_yet_says_so(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match="not supported yet") as caught:
         RequestBody.from_mapping({"prompt": "x", name: value})
     assert (caught.value.code, caught.value.param) == ("invalid_request", name)
+
+
+def test_the_protocol_page_names_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    body = page.split("### The body")[1].split("### Level 1")[0]
+    table, unsupported = body.split("\n\n`presence_penalty`")
+    named = {
+        name
+        for row in table.splitlines()
+        if row.startswith("| `")
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    named |= {"prompt", "messages", "prompt_token_ids"}
+    later = {"presence_penalty", *re.findall(r"`(\w+)`", unsupported.split(" and `on_disconnect")[0])}
+    assert named == {*schema._PROMPTS, *schema._OPTIONS, *SAMPLING_FIELDS}
+    assert later == set(schema._NEUTRAL)
 
 
 def test_limits() -> None:

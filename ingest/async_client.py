@@ -1,0 +1,233 @@
+"""The client for asyncio: submits requests and follows them. `Client` in `ingest/client.py` is its synchronous face."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from redis.exceptions import RedisError
+
+from pagemill.engine.errors import PagemillError, RequestError, invalid
+from pagemill.ingest import scripts
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.events import event
+from pagemill.ingest.keys import QueueKeys, is_request_id
+from pagemill.ingest.redis import connect_commands, connect_pubsub, is_unavailable, shown_url
+from pagemill.ingest.results import Delta, RequestFailed, Result, result_of
+from pagemill.ingest.schema import encode_body
+from pagemill.ingest.subscription import Event, EventHub, Subscription
+
+
+class QueueUnavailableError(PagemillError):
+    """Redis does not answer. A submission may or may not have been accepted: repeat it with the same `id` or
+    `idempotency_key`."""
+
+
+class AsyncHandle:
+    """A request in the queue. Every iteration starts at the first token, also of a request that has ended.
+
+    `replayed`: the idempotency key was known, and this is the earlier request.
+    """
+
+    def __init__(self, client: AsyncClient, request_id: str, *, expected: bool, replayed: bool = False) -> None:
+        self.request_id = request_id
+        self.replayed = replayed
+        self._client = client
+        self._expected = expected
+        self._result: Result | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request_id
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.request_id!r})"
+
+    def moved_to(self, client: AsyncClient) -> AsyncHandle:
+        """This handle on another client; itself where that is its client."""
+        if client is self._client:
+            return self
+        return AsyncHandle(client, self.request_id, expected=self._expected, replayed=self.replayed)
+
+    async def events(self, after: int = 0) -> AsyncGenerator[Event, None]:
+        """The protocol's events from number `after` + 1 on, up to and with `done`."""
+        subscription = await self._client.follow(self.request_id, after=after, expected=self._expected)
+        try:
+            async with contextlib.aclosing(subscription.events()) as items:
+                async for item in items:
+                    if item["type"] == "done" and after == 0:
+                        self._result = result_of(self.request_id, subscription.transcript)
+                    yield item
+        finally:
+            await subscription.aclose()
+
+    async def __aiter__(self) -> AsyncGenerator[Delta, None]:
+        async for item in self.events():
+            if item["type"] == "delta" and (item["text"] or item["token_ids"]):
+                yield Delta(
+                    text=item["text"],
+                    token_ids=item["token_ids"],
+                    index=item["index"],
+                    offset=item["offset"],
+                    text_offset=item["text_offset"],
+                    seq=item["seq"],
+                )
+        self._completed()
+
+    async def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end. Raises `RequestFailed`, and `TimeoutError` after `timeout` seconds (cancelling nothing)."""
+        if self._result is None:
+            async with asyncio.timeout(timeout):
+                async for _ in self.events():
+                    pass
+        return self._completed()
+
+    async def cancel(self) -> str:
+        """See `AsyncClient.cancel`."""
+        return await self._client.cancel(self.request_id)
+
+    def _completed(self) -> Result:
+        assert self._result is not None
+        if self._result.state != "completed":
+            raise RequestFailed(self._result)
+        return self._result
+
+
+class AsyncClient:
+    """Submits requests and follows them, over one connection for events and a pool for commands.
+
+    Takes a `QueueConfig`, or its settings by name; a string is the Redis URL. Belongs to one event loop.
+    `patience_s`: how long `attach` waits for a request that nobody has heard of. `watchdog_s`: silence after which the
+    stored events are looked at.
+    """
+
+    def __init__(
+        self,
+        config: QueueConfig | str | None = None,
+        *,
+        patience_s: float | None = 60.0,
+        watchdog_s: float = 5.0,
+        **settings: Any,
+    ) -> None:
+        self.config = make_config(config, settings)
+        self.keys = QueueKeys(self.config.key_prefix, self.config.queue, self.config.shards)
+        self._patience_s = patience_s
+        name = f"pagemill-client-{os.getpid()}"
+        self._redis = connect_commands(self.config.redis_url, name)
+        self._pubsub = connect_pubsub(self.config.redis_url, name)
+        self._hub = EventHub(self._redis, self._pubsub, self.keys, watchdog_s=watchdog_s)
+
+    async def submit(
+        self,
+        prompt: str | Mapping[str, Any] | None = None,
+        *,
+        messages: list[dict[str, Any]] | None = None,
+        prompt_token_ids: list[int] | None = None,
+        id: str | None = None,
+        idempotency_key: str | None = None,
+        traceparent: str | None = None,
+        **params: Any,
+    ) -> AsyncHandle:
+        """Put a request into the queue. `params`: every other name of the protocol's request body.
+
+        Raises `RequestError` before sending for a body that no engine would take, and then `duplicate_id` or
+        `idempotency_conflict`; `QueueUnavailableError` where Redis does not answer.
+        """
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"prompt_token_ids"} or prompt_token_ids is not None:
+                raise invalid('a prompt is a string or {"prompt_token_ids": [...]}', "prompt")
+            prompt_token_ids, prompt = prompt["prompt_token_ids"], None
+        if prompt_token_ids is not None and not isinstance(prompt_token_ids, list):
+            # Arrays and tensors have `tolist`, which gives plain integers.
+            prompt_token_ids = getattr(prompt_token_ids, "tolist", lambda ids=prompt_token_ids: list(ids))()
+        body = {"prompt": prompt, "messages": messages, "prompt_token_ids": prompt_token_ids, **params}
+        body["idempotency_key"] = idempotency_key
+        data = encode_body(body, self.config.max_body_bytes)
+        if id is not None and not is_request_id(id):
+            raise invalid("id may hold letters, digits and . _ - and at most 128 characters", "id")
+        request_id = self.keys.new_id(idempotency_key) if id is None else id
+        priority, ttl_ms, tenant = params.get("priority"), params.get("ttl_ms"), params.get("tenant")
+        call = scripts.submit(
+            self.keys.shard_of(request_id),
+            request_id,
+            data,
+            priority=1 if priority is None else priority,
+            submission=secrets.token_hex(8),
+            ttl_ms=self.config.default_ttl_ms if ttl_ms is None else ttl_ms,
+            tenant="default" if tenant is None else tenant,
+            as_blob=len(data) > self.config.blob_bytes,
+            traceparent=traceparent,
+            idempotency_key=idempotency_key,
+            idempotency_ttl_ms=int(self.config.idempotency_ttl_s * 1000),
+        )
+        reply = scripts.SubmitReply.read(await self._call(call))
+        if reply.status == "duplicate":
+            raise RequestError("duplicate_id", f"request id {request_id} is in use (it is {reply.state})", param="id")
+        if reply.status == "conflict":
+            message = f"the idempotency key belongs to request {reply.request_id}, which had another body"
+            raise RequestError("idempotency_conflict", message, param="idempotency_key")
+        return AsyncHandle(self, reply.request_id, expected=True, replayed=reply.status == "attached")
+
+    def attach(self, request_id: str) -> AsyncHandle:
+        """A handle on a request that somebody else has put into the queue, or is about to."""
+        if not is_request_id(request_id):
+            raise invalid("id may hold letters, digits and . _ - and at most 128 characters", "id")
+        return AsyncHandle(self, request_id, expected=False)
+
+    async def cancel(self, request_id: str) -> str:
+        """Cancel a request: "cancelled" (it had not started), "requested" (its engine will end it at once), "noted" (no
+        such request is known yet; one that comes will be cancelled), or the state in which it had ended before."""
+        if not is_request_id(request_id):
+            raise invalid("id may hold letters, digits and . _ - and at most 128 characters", "id")
+        error = {"code": "cancelled", "message": "the request was cancelled"}
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        call = scripts.cancel(
+            self.keys.shard_of(request_id),
+            request_id,
+            done=event(1, 0, "done", state="cancelled", usage=usage, metrics={"attempts": 0}, error=error),
+            error=orjson.dumps(error),
+            result_ttl_ms=int(self.config.result_ttl_s * 1000),
+            replay_ttl_ms=int(self.config.replay_ttl_s * 1000),
+        )
+        reply: list[bytes] = await self._call(call)
+        return reply[-1].decode()
+
+    async def follow(self, request_id: str, *, after: int, expected: bool) -> Subscription:
+        """A subscription to a request's events; close it when done."""
+        return await self._hub.open(request_id, after=after, expected=expected, patience_s=self._patience_s)
+
+    async def aclose(self) -> None:
+        await self._hub.aclose()
+        await self._redis.aclose()
+        await self._pubsub.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _call(self, call: scripts.Call) -> Any:
+        try:
+            return await scripts.run_one(self._redis, call)
+        except (RedisError, OSError) as error:
+            if not is_unavailable(error):
+                raise
+            raise QueueUnavailableError(
+                f"redis at {shown_url(self.config.redis_url)} does not answer: {error}"
+            ) from error
+
+
+def make_config(config: QueueConfig | str | None, settings: dict[str, Any]) -> QueueConfig:
+    """Settings as the clients take them: a config, a URL or nothing, and changes by name."""
+    if isinstance(config, str):
+        return QueueConfig(redis_url=config, **settings)
+    return config.replace(**settings) if config is not None else QueueConfig(**settings)

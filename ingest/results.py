@@ -1,0 +1,91 @@
+"""What a reader of a request gets: deltas while it runs, a result at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagemill.engine.errors import ErrorCode, RequestError
+from pagemill.ingest.events import Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New final text of a choice, and the tokens it came from. Offsets count characters and tokens before it."""
+
+    text: str
+    token_ids: list[int]
+    index: int
+    offset: int
+    text_offset: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a request ended. `usage` counts tokens, `metrics` are ms and counts; `error` is None where it completed."""
+
+    request_id: str
+    state: str
+    choices: list[Choice]
+    usage: Mapping[str, int]
+    metrics: Mapping[str, Any]
+    error: Mapping[str, Any] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text if self.choices else ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the first choice."""
+        return self.choices[0].token_ids if self.choices else []
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason if self.choices else None
+
+
+class RequestFailed(RequestError):
+    """A request that did not complete: rejected, failed, expired or cancelled. `result` has what there is."""
+
+    def __init__(self, result: Result) -> None:
+        error = result.error or {}
+        code: ErrorCode = error.get("code", "engine_error")
+        super().__init__(
+            code,
+            error.get("message", f"the request ended as {result.state}"),
+            param=error.get("param"),
+            retry_after_ms=error.get("retry_after_ms"),
+        )
+        self.result = result
+
+
+def result_of(request_id: str, transcript: Transcript) -> Result:
+    """The result that a transcript up to and with `done` tells."""
+    done = transcript.done
+    assert done is not None
+    return Result(
+        request_id=request_id,
+        state=done["state"],
+        choices=[Choice(**choice) for choice in transcript.result()],
+        usage=done["usage"],
+        metrics=done["metrics"],
+        error=done.get("error"),
+        metadata=done.get("metadata") or {},
+    )
