@@ -225,7 +225,8 @@ class AsyncClient:
                 raise invalid('a prompt is a string or {"prompt_token_ids": [...]}', "prompt")
             prompt_token_ids, prompt = prompt["prompt_token_ids"], None
         if prompt_token_ids is not None and not isinstance(prompt_token_ids, list):
-            prompt_token_ids = list(prompt_token_ids)
+            # Arrays and tensors have `tolist`, which gives plain integers.
+            prompt_token_ids = getattr(prompt_token_ids, "tolist", lambda ids=prompt_token_ids: list(ids))()
         body = {"prompt": prompt, "messages": messages, "prompt_token_ids": prompt_token_ids, **params}
         body["idempotency_key"] = idempotency_key
         data = encode_body(body, self.config.max_body_bytes)

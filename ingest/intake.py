@@ -17,6 +17,7 @@ from pagemill.ingest import dead_letters, scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry, read_id, read_request
 from pagemill.ingest.events import Transcript
+from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
 from pagemill.ingest.schema import RequestBody, UnreadableBody, check_size
@@ -32,6 +33,7 @@ class Intake:
     def __init__(self, client: Client, config: QueueConfig, owner: str, model: str, stopping: asyncio.Event) -> None:
         self._client = client
         self._config = config
+        self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
         self._owner = owner
         self._model = model
         self._stopping = stopping
@@ -43,6 +45,9 @@ class Intake:
         """
         try:
             request_id = read_id(entry.fields)
+            if self._keys.shard_of(request_id) != entry.shard:
+                right = self._keys.shard_of(request_id).tag
+                raise UnreadableEntry("wrong_shard", f"readers of this id look at shard {right}")
         except UnreadableEntry as problem:
             await self.bury(entry, problem)
             return None

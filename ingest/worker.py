@@ -88,7 +88,7 @@ class Worker:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until stopped. Waits for a Redis that is not there yet.
+        """Serve until stopped; cancelled, it gives back at once what runs. Waits for a Redis that is not there yet.
 
         Raises `EngineDeadError` when the device fails (its requests stay in the stream for the next engine) and
         `ConfigError` when the server is too old.
@@ -107,6 +107,9 @@ class Worker:
             await _first_of([*tasks, *readers])
             self._stopping.set()
             await self._drain(readers, death)
+        except asyncio.CancelledError:
+            await self._give_back()
+            raise
         finally:
             self._stopping.set()
             await _end([*tasks, *self._serving])
@@ -155,7 +158,8 @@ class Worker:
         """Publish what the running requests have so far and leave them to the next engine."""
         await _end(list(self._serving))
         lives = [live for live in self._live.values() if live.ending is None]
-        _log.warning("stopping: requests are given back", requests=len(lives))
+        if lives:
+            _log.warning("stopping: requests are given back", requests=len(lives))
         for live in lives:
             live.detached = True
             self._engine.abort(live.request_id)

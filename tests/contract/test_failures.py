@@ -11,13 +11,15 @@ import pytest
 import redis.asyncio as aioredis
 
 from pagemill.engine.async_engine import AsyncEngine
-from pagemill.engine.errors import RequestError
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import EngineDeadError, RequestError
 from pagemill.ingest.client import AsyncClient
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer, free_port
 from pagemill.ingest.worker import Worker
 from tests.contract.conftest import STORY, TAG, EngineProcess, Outside, serving
 from tests.contract.test_protocol import check_events
+from tests.engine.tiny_models import CONFIGS, save_model
 
 
 def test_a_killed_engines_request_goes_on_where_it_stopped(
@@ -194,26 +196,75 @@ def test_an_entry_that_came_back_while_it_was_still_known_is_not_forgotten(
     play(scenario())
 
 
-def test_everything_deleted_under_a_running_engine(
-    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
-) -> None:
+def test_everything_deleted_under_a_running_engine(play: Any, engine: AsyncEngine, any_redis_url: str) -> None:
+    """A blocked reader is told `UNBLOCKED` by Redis 7.0 and `NOGROUP` by later servers."""
+    config = QueueConfig(redis_url=any_redis_url, block_ms=2000, poll_ms=50)
+
     async def scenario() -> None:
-        async with serving(engine, queue_config) as worker, AsyncClient(queue_config, watchdog_s=0.3) as client:
+        outside = Outside(any_redis_url)
+        async with serving(engine, config) as worker, AsyncClient(config, watchdog_s=0.3) as client:
             handle = await client.submit(**STORY | {"max_tokens": 300})
             await outside.first_delta(handle.id)
             await outside.redis.flushall()
             with pytest.raises(RequestError, match=r"record is gone|missing"):
                 await handle.result(timeout=10)
             await outside.add("after", {**STORY, "max_tokens": 2})
-            assert (await outside.done("after", timeout=5))["state"] == "completed"
+            assert (await outside.done("after", timeout=10))["state"] == "completed"
             async with asyncio.timeout(5):
                 while worker.num_live:
                     await asyncio.sleep(0.01)
             # A group deleted on its own is made again as well, and finds what is unfinished.
             await outside.redis.xgroup_destroy(f"{TAG}:in:1", "engines")
             await outside.add("again", {**STORY, "max_tokens": 2})
-            assert (await outside.done("again", timeout=5))["state"] == "completed"
+            assert (await outside.done("again", timeout=10))["state"] == "completed"
         await outside.assert_nothing_left()
+        await outside.aclose()
+
+    play(scenario())
+
+
+def test_several_shards(play: Any, engine: AsyncEngine, queue_config: QueueConfig) -> None:
+    config = queue_config.replace(shards=3)
+
+    async def scenario() -> None:
+        async with serving(engine, config), AsyncClient(config) as client:
+            handles = [await client.submit(**STORY | {"max_tokens": 2}) for _ in range(8)]
+            assert len({client.keys.shard_number(handle.id) for handle in handles}) > 1
+            texts = {(await handle.result(timeout=20)).text for handle in handles}
+            assert len(texts) == 1
+            # An entry where no reader of its id would look.
+            misplaced = Outside(config.redis_url)
+            wrong = next(name for name in "abcdef" if client.keys.shard_number(name) != 0)
+            await misplaced.add(wrong, STORY)
+            async with asyncio.timeout(5):
+                while not await misplaced.redis.xlen(f"{TAG}:dlq"):
+                    await asyncio.sleep(0.01)
+            ((_, letter),) = await misplaced.redis.xrange(f"{TAG}:dlq")
+            assert letter[b"reason"] == b"wrong_shard"
+        for shard in range(3):
+            misplaced.tag = f"pm:{{default.{shard}}}"
+            await misplaced.assert_nothing_left()
+        await misplaced.aclose()
+
+    play(scenario())
+
+
+def test_a_cancelled_worker_gives_back_what_runs(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside, story: list[int]
+) -> None:
+    async def scenario() -> None:
+        worker = Worker(engine, queue_config)
+        task = asyncio.create_task(worker.run())
+        await outside.add("a", {**STORY, "max_attempts": 1})
+        await outside.first_delta("a")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await outside.redis.hget(f"{TAG}:req:a", "state") == b"queued"
+        assert not await outside.engines()
+        async with serving(engine, queue_config):
+            assert (await outside.done("a"))["metrics"]["attempts"] == 2
+        assert await outside.token_ids("a") == story
 
     play(scenario())
 
@@ -291,5 +342,47 @@ def test_an_engine_stops_while_redis_is_away(play: Any, engine: AsyncEngine) -> 
         async with asyncio.timeout(5):
             while engine.num_live:
                 await asyncio.sleep(0.01)
+
+    play(scenario())
+
+
+def test_the_death_of_an_engine_ends_its_worker_and_loses_nothing(
+    play: Any,
+    queue_config: QueueConfig,
+    outside: Outside,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device error: `run` raises, and the next engine goes on with the tokens that are out."""
+    folder = save_model(CONFIGS["llama-gqa"](), tmp_path_factory.mktemp("tiny") / "llama")
+    tiny = EngineConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", num_blocks_override=20, threads=1)
+    body = {"prompt_token_ids": [5, 6, 7], "max_tokens": 60, "temperature": 0, "flush_ms": 0}
+
+    async def scenario() -> None:
+        dying, heir = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
+        step = dying._parts.core.step
+        steps = 0
+
+        def failing_step() -> Any:
+            nonlocal steps
+            steps += 1
+            if steps > 5:
+                raise RuntimeError("the device is gone")
+            return step()
+
+        monkeypatch.setattr(dying._parts.core, "step", failing_step)
+        await outside.add("a", body)
+        with pytest.raises(EngineDeadError, match="device is gone"):
+            await Worker(dying, queue_config).run()
+        assert not await outside.engines()
+        assert await outside.redis.xlen(f"{TAG}:in:1") == 1
+        async with serving(heir, queue_config):
+            assert (await outside.done("a"))["metrics"]["attempts"] == 2
+            await outside.add("b", body)
+            await outside.done("b")
+        assert await outside.token_ids("a") == await outside.token_ids("b")
+        await outside.assert_nothing_left()
+        await dying.stop()
+        await heir.stop()
 
     play(scenario())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import pairwise
 from typing import Any
@@ -164,6 +165,10 @@ def test_everybody_gets_the_recorded_tokens_under_pressure(caching: bool) -> Non
     least = sum(r.prompt_tokens + r.output_tokens - 1 for r in trace.requests)
     assert result.computed_tokens == least + result.recomputed_tokens
     assert result.preemptions_per_1000 == pytest.approx(result.preemptions / 0.080)
+    gaps, first, total = result.latency.between_tokens, result.latency.ttft, result.latency.total
+    assert gaps is not None and first is not None and total is not None
+    # All gaps of a request, those that a preemption made included, lie between its first token and its last.
+    assert gaps.mean * (result.output_tokens - 80) == pytest.approx(80 * (total.mean - first.mean))
     assert 60 < result.used_percent <= 100
 
 
@@ -202,6 +207,9 @@ def test_swapped_requests_come_back_without_computing_again() -> None:
     assert result.output_tokens == sum(r.output_tokens for r in trace.requests)
     alike = simulate(trace, setup(pool_tokens=1600, max_tokens=None, swap_tokens=0, preemption_mode="swap"), BACKLOG)
     assert alike.swap_preemptions == 0 < alike.recomputed_tokens
+    slower = Device("slower", TimingModel(FIXED, PREFILL, DECODE, KV, PAIR, 2 * MOVE), 4096, 100_000, 64, 256)
+    longer = simulate(trace, dataclasses.replace(small, device=slower), BACKLOG)
+    assert longer.duration_s - result.duration_s == pytest.approx(2 * result.swapped_blocks * 16 * MOVE)
     slow = Device("slow", TimingModel(FIXED, PREFILL, DECODE, KV, PAIR, 1.0), 4096, 100_000, 64, 256)
     assert simulate(trace, setup(device=slow, pool_tokens=1600, max_tokens=None), BACKLOG).swap_preemptions == 0
 
@@ -289,12 +297,55 @@ def test_contiguous_rounds_up_and_refuses() -> None:
 
 
 def test_the_naive_twin_preempts_whoever_came_last() -> None:
-    # 8 blocks of 4: both start with 3 blocks (12 tokens), both grow to 4 at 13 tokens; at 17 the first needs a fifth.
-    trace = trace_of((12, 10), (12, 10))
+    # Of 8 blocks of 4 the first has 5 at 17 tokens, when the second needs a fourth for its 13th.
+    trace = trace_of((12, 10), (8, 14))
     result = simulate_naive(trace, setup(pool_tokens=32, block_size=4), BACKLOG)
-    assert (result.preemptions, result.recomputed_tokens) == (1, 16)
-    assert result.finished == 2 and result.output_tokens == 20
+    assert (result.preemptions, result.recomputed_tokens) == (1, 12)
+    assert result.finished == 2 and result.output_tokens == 24
     assert simulate_naive(trace, setup(pool_tokens=48, block_size=4), BACKLOG).preemptions == 0
+
+
+def naive_by_counting(trace: Trace, blocks: int, size: int) -> tuple[int, int]:
+    """The naive twin in a few lines, without clocks: preemptions and steps."""
+    waiting = [[r.prompt_tokens, r.output_tokens, 0, 0] for r in trace.requests]
+    running: list[list[int]] = []
+    free, keep, preemptions, steps, has_preempted = blocks, int(blocks * 0.01), 0, 0, False
+    while waiting or running:
+        while waiting and not has_preempted:
+            prompt, _, generated, _ = waiting[0]
+            need = -(-(prompt + generated) // size)
+            if free - need < (keep if running else 0):
+                break
+            free -= need
+            running.append([*waiting.pop(0)[:3], need])
+        steps, has_preempted, place, ended = steps + 1, False, 0, []
+        while place < len(running):
+            sequence = running[place]
+            need = -(-(sequence[0] + sequence[2]) // size) - sequence[3]
+            while need > free and sequence in running:
+                victim = running.pop()
+                free += victim[3]
+                waiting.insert(0, [*victim[:3], 0])
+                preemptions, has_preempted = preemptions + 1, True
+            if len(running) <= place:
+                break
+            free -= max(need, 0)
+            sequence[3] += max(need, 0)
+            sequence[2] += 1
+            if sequence[2] == sequence[1]:
+                free += sequence[3]
+                ended.append(sequence)
+            place += 1
+        running = [sequence for sequence in running if sequence not in ended]
+    return preemptions, steps
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_naive_twin_counts_right(seed: int) -> None:
+    trace = drawn(60, seed, prompts=70, outputs=150)
+    result = simulate_naive(trace, setup(pool_tokens=1808, max_num_seqs=1000), BACKLOG)
+    assert (result.preemptions, result.steps) == naive_by_counting(trace, 113, 16)
+    assert result.preemptions > 5
 
 
 @settings(max_examples=30, deadline=None)

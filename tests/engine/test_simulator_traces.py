@@ -232,6 +232,12 @@ def test_a_shortened_trace_keeps_its_sessions(sessions: Trace) -> None:
     assert [(r.prompt_tokens, r.previous) for r in fitting.requests] == [(10, None)] * 3
 
 
+def test_sessions_keep_together_when_others_are_left_out(tmp_path: Path) -> None:
+    rows = [{"turns": [["h", size], ["g", 20], ["h", 5], ["g", 30]]} for size in (100, 10, 10)]
+    trace = read_trace(write(tmp_path, "s.jsonl", rows), turns="all").shortened(longest=70)
+    assert [(r.prompt_tokens, r.previous) for r in trace.requests] == [(10, None), (35, 0), (10, None), (35, 2)]
+
+
 def order(feed: Feed, trace: Trace, took: float) -> list[tuple[float, int]]:
     """Who was submitted when, if every answer took `took` seconds and all were answered at once."""
     now, submitted, running = 0.0, [], []
