@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pagemill.engine.admission import Limits
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.core import EngineCore
+from pagemill.engine.forecast import GrowthForecast
 from pagemill.engine.kv_cache_manager import KVCacheManager
+from pagemill.engine.lengths import OutputLengths
 from pagemill.engine.loader import Progress, no_progress, resolve_model
 from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.policy import make_queue
 from pagemill.engine.preemption import PreemptionCost
 from pagemill.engine.scheduler import Scheduler
 from pagemill.engine.tokenizer import Tokenizer
@@ -69,6 +73,13 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         reserve=config.admission == "reserve",
         preemption_mode=config.preemption_mode,
         cost=PreemptionCost(block_s=runner.measure_move_s()),
+        queue=make_queue(config.scheduling_policy, time.monotonic),
+        forecast=GrowthForecast(
+            OutputLengths(),
+            num_blocks=cache.num_usable,
+            block_size=config.block_size,
+            sliding_window=spec.sliding_window or 0,
+        ),
     )
     info = EngineInfo(
         model_name=config.model_name,

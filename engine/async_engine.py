@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pagemill.engine.acceptance import Acceptance, QueueCaps
 from pagemill.engine.assembly import EngineInfo, EngineParts, build
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineDeadError, RequestError
+from pagemill.engine.forecast import Outlook
 from pagemill.engine.loader import Progress, no_progress
 from pagemill.engine.outputs import SequenceOutput
 from pagemill.engine.prompt import Prompt, make_request
@@ -26,6 +29,7 @@ from pagemill.engine.scheduler import SchedulerStatistics
 Sink = Callable[[SequenceOutput], None]
 
 IDLE_CHECK_S = 1.0
+OUTLOOK_S = 0.1  # how often it is worked out when those who wait will start
 
 
 @dataclass(slots=True)
@@ -35,6 +39,8 @@ class _Live:
     sink: Sink
     blocks: int
     seats: int
+    prompt_tokens: int
+    waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,9 @@ class AsyncEngine:
         self._live: dict[str, _Live] = {}
         self._pending_blocks = 0
         self._seats = 0
+        caps = QueueCaps(parts.config.max_waiting_requests, parts.config.max_waiting_prompt_tokens)
+        self._acceptance = Acceptance(caps)
+        self._outlook: Outlook | None = None
         self._room = asyncio.Event()
         self._room.set()
         self._wake = threading.Condition()
@@ -112,18 +121,32 @@ class AsyncEngine:
 
         return await asyncio.to_thread(work)
 
-    def submit(self, request: Request, sink: Sink, resumed: Sequence[Sequence[int]] = ()) -> None:
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        resumed: Sequence[Sequence[int]] = (),
+        *,
+        time_left_s: float | None = None,
+    ) -> None:
         """Hand a prepared request to the step thread. `sink` gets its increments on the event loop, the last one
-        `final`. `resumed`: what each of its choices has told already; generation goes on from there.
+        `final`. `resumed`: what each of its choices has told already; generation goes on from there. `time_left_s`:
+        until its deadline.
 
-        Raises `duplicate_id` while the id is live, `EngineDeadError` after a device failure.
+        Raises `duplicate_id` while the id is live, `queue_full` past the caps, `deadline_unreachable` where those who
+        wait before it take too long, `EngineDeadError` after a device failure.
         """
         if self._failure is not None:
             raise self._failure
         if request.request_id in self._live:
             raise RequestError("duplicate_id", f"request {request.request_id} is running already", param="id")
         blocks = -(-request.num_tokens // self.info.block_size)
-        self._live[request.request_id] = _Live(sink, blocks, request.params.num_sequences)
+        tokens = request.num_tokens
+        if any(resumed):
+            self._acceptance.count(tokens)
+        else:
+            self._acceptance.accept(tokens, outlook=self._outlook, time_left_s=time_left_s)
+        self._live[request.request_id] = _Live(sink, blocks, request.params.num_sequences, tokens)
         self._pending_blocks += blocks
         self._seats += request.params.num_sequences
         self._update_room()
@@ -181,6 +204,7 @@ class AsyncEngine:
     def _run(self) -> None:
         core = self._core
         checked = True
+        outlook, outlook_at = None, 0.0
         try:
             while True:
                 with self._wake:
@@ -206,7 +230,9 @@ class AsyncEngine:
                         outputs += core.abort(message.request_id, message.error)
                 if core.has_requests:
                     outputs += core.step()
-                self._post(self._deliver, outputs, core.scheduler.statistics())
+                if time.monotonic() >= outlook_at:
+                    outlook, outlook_at = core.scheduler.outlook(), time.monotonic() + OUTLOOK_S
+                self._post(self._deliver, outputs, core.scheduler.statistics(), outlook)
         except BaseException as exception:
             failure = EngineDeadError(f"the engine's step failed: {type(exception).__name__}: {exception}")
             failure.__cause__ = exception
@@ -223,15 +249,17 @@ class AsyncEngine:
             self._inbox.append(message)
             self._wake.notify()
 
-    def _deliver(self, outputs: list[SequenceOutput], statistics: SchedulerStatistics) -> None:
+    def _deliver(self, outputs: list[SequenceOutput], statistics: SchedulerStatistics, outlook: Outlook | None) -> None:
         self._statistics = statistics
+        self._outlook = outlook
         for output in outputs:
             live = self._live.get(output.request_id)
             if live is None:
                 continue
-            if output.started or output.final:
+            if live.waits and (output.started or output.final):
+                live.waits = False
                 self._pending_blocks -= live.blocks
-                live.blocks = 0
+                self._acceptance.leave(live.prompt_tokens)
             if output.final:
                 del self._live[output.request_id]
                 self._seats -= live.seats

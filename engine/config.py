@@ -12,6 +12,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Admission = Literal["optimistic", "reserve"]
+SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 
 def _setting(default: Any, help_text: str) -> Any:
@@ -48,6 +49,11 @@ class EngineConfig:
         "optimistic",
         "optimistic: a request starts when its prompt fits; reserve: when all it may need does (no preemption)",
     )
+    scheduling_policy: SchedulingPolicy = _setting(
+        "fcfs", "who starts next: fcfs, by arrival; priority, by class with ageing; fair, equal service for each tenant"
+    )
+    max_waiting_requests: int | None = _setting(None, "requests that may wait in the engine; more are refused")
+    max_waiting_prompt_tokens: int | None = _setting(None, "prompt tokens that may wait in the engine")
     enable_prefix_caching: bool = _setting(True, "keep the blocks of finished requests and share common prefixes")
     default_max_tokens: int = _setting(1024, "max_tokens of a request that does not say")
     skip_tokenizer_init: bool = _setting(False, "serve token ids only, without a tokenizer")
@@ -58,13 +64,22 @@ class EngineConfig:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "fair"))
         _one_of("admission", self.admission, ("optimistic", "reserve"))
         if self.swap_space is not None and not 0 <= self.swap_space <= 2**20:
             raise ConfigError(f"swap_space must be in [0, {2**20}] GiB, got {self.swap_space}")
         _within("block_size", self.block_size, 1, 256)
         _within("max_num_seqs", self.max_num_seqs, 1, 65536)
         _within("default_max_tokens", self.default_max_tokens, 1, 2**31 - 1)
-        sizes = ("max_model_len", "max_num_batched_tokens", "num_blocks_override", "kv_cache_memory_bytes", "threads")
+        sizes = (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "num_blocks_override",
+            "kv_cache_memory_bytes",
+            "threads",
+            "max_waiting_requests",
+            "max_waiting_prompt_tokens",
+        )
         for name in sizes:
             if getattr(self, name) is not None:
                 _within(name, getattr(self, name), 1, 2**62)

@@ -108,6 +108,8 @@ class EngineCore:
 
     def _observe(self, output: SchedulerOutput, result: StepResult, seconds: float) -> None:
         """Learn what computing and moving cost here."""
+        if not output.moves:
+            self.scheduler.step_times.observe(output.num_tokens, seconds)
         cost = self.scheduler.cost
         swaps = sum(move.kind != "copy" for move in output.moves)
         if swaps and result.copy_s > 0:

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Protocol
 
+from pagemill.engine.config import SchedulingPolicy
 from pagemill.engine.request import Request
-
-SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 CLASSES = 3  # 0 high, 1 normal, 2 batch
 AGEING_S = 30.0  # after this wait a request may take the turn of a higher class

@@ -11,8 +11,9 @@ Invariants:
   * one prefill gets at most half of the budget while others want some, so a long prompt cannot own a step;
   * a request is admitted only when all the tokens it has fit, promised by the pool, so nothing holds blocks without
     being able to run on;
-  * arrivals are served in order: nobody overtakes the first that does not fit. The one exception is a request whose
-    prefix is being computed by a running one: it waits for those blocks, others may pass;
+  * the waiting queue's policy says who is next, and nobody overtakes the first that does not fit. The one exception is
+    a request whose prefix is being computed by a running one: it waits for those blocks, others may pass;
+  * an admission leaves free what the running ones are expected to grow by (`forecast`; without one, a small share);
   * only decodes preempt, before anything of the step is decided, and a step that preempts admits nobody;
   * a request is preempted at most `MAX_PREEMPTIONS` times, then it runs *reserved*: with its whole need promised, so
     that it never gives way. Beams always do, and everybody with `reserve` (then nobody is ever preempted).
@@ -32,12 +33,15 @@ from itertools import islice
 
 from pagemill.engine import preemption
 from pagemill.engine.config import PreemptionMode
+from pagemill.engine.forecast import SAMPLE, GrowthForecast, Outlook, StepTimes
 from pagemill.engine.kv_cache_manager import CacheStatistics, KVCacheManager, PrefixMatch
+from pagemill.engine.policy import Backlog, FcfsQueue, WaitingQueue
 from pagemill.engine.preemption import PreemptionCost, choose_victim
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 
 WATERMARK = 0.01  # share of the pool that an admission leaves free while others run, for their next tokens
+CHARGED_TOKENS = 16  # output tokens are told to the policy so many at a time
 PASSED_OVER = 64  # waiting requests looked at behind one that waits for its prefix
 
 
@@ -70,6 +74,8 @@ class Scheduler:
         reserve: bool = False,
         preemption_mode: PreemptionMode = "auto",
         cost: PreemptionCost | None = None,
+        queue: WaitingQueue | None = None,
+        forecast: GrowthForecast | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -83,7 +89,10 @@ class Scheduler:
         self._clock = clock
         self._running: dict[Request, None] = {}
         self._preempted: dict[Request, None] = {}
-        self._waiting: dict[Request, None] = {}
+        self._waiting: WaitingQueue = queue if queue is not None else FcfsQueue()
+        self._waiting_tokens = 0
+        self._forecast = forecast
+        self.step_times = StepTimes()
         self._seats = 0  # taken by the running ones
         self._last_victim: Request | None = None
         self._step = 0
@@ -101,7 +110,12 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.arrived_at = self._clock()
         request.is_reserved = request.is_reserved or self._reserve
-        self._waiting[request] = None
+        self._waiting.add(request)
+        self._waiting_tokens += request.num_tokens
+
+    def can_hold(self, request: Request) -> bool:
+        """Whether the pool is large enough for what the request has generated so far."""
+        return self.cache.blocks_for(request.num_tokens) <= self.cache.num_usable
 
     def fork(self, origin: Request, fork: Request) -> None:
         """Let `fork` run on from where `origin` is, on the same blocks, in one of the seats that it holds."""
@@ -129,15 +143,23 @@ class Scheduler:
         for request in [*kept, *(fork for _, fork in forks)]:
             self.cache.promise(request, self._fork_promise(request))
 
-    def finish(self, request: Request) -> bool:
-        """The request ends here, in whatever state it is; its blocks go back. False if it has ended already."""
-        for queue in (self._running, self._waiting, self._preempted):
-            if request in queue:
-                del queue[request]
-                break
+    def finish(self, request: Request, *, ended: bool = False) -> bool:
+        """The request ends here, in whatever state it is; its blocks go back. False if it has ended already.
+
+        `ended`: of itself, not by a limit or from outside; its length says something about those to come.
+        """
+        if request in self._running:
+            del self._running[request]
+            self._seats -= request.seats
+        elif request in self._preempted:
+            del self._preempted[request]
+        elif self._waiting.remove(request):
+            self._waiting_tokens -= request.num_tokens
         else:
             return False
-        self._seats -= request.seats if queue is self._running else 0
+        if self._forecast is not None and request.started_at is not None and request.output_token_ids:
+            self._forecast.lengths.observe(request.tenant, len(request.output_token_ids), ended=ended)
+        self._waiting.charge(request, output_tokens=len(request.output_token_ids) % CHARGED_TOKENS)
         self.cache.free(request)
         request.status = RequestStatus.FINISHED
         if self._last_victim is request:
@@ -146,7 +168,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._running or self._preempted or self._waiting)
+        return bool(self._running or self._preempted or len(self._waiting))
 
     @property
     def num_running(self) -> int:
@@ -172,7 +194,7 @@ class Scheduler:
         ]
         budget = self._budget - len(scheduled)
         chunks: list[ScheduledSequence] = []
-        crowded = len(prefills) > 1 or bool(self._preempted or self._waiting)
+        crowded = len(prefills) > 1 or self.num_waiting > 0
         cap = self._chunk_cap if crowded else self._budget
         for request in prefills:
             if budget == 0:
@@ -204,6 +226,8 @@ class Scheduler:
         """The token sampled for a sequence whose item said `samples`."""
         now = self._clock()
         request.output_token_ids.append(token_id)
+        if len(request.output_token_ids) % CHARGED_TOKENS == 0:
+            self._waiting.charge(request, output_tokens=CHARGED_TOKENS)
         if request.first_token_at is None:
             request.first_token_at = now
         if request.preempted_at is not None:
@@ -283,8 +307,12 @@ class Scheduler:
     def _admit(self, chunks: list[ScheduledSequence], budget: int, cap: int, output: SchedulerOutput) -> int:
         """Admit from the head of the queue while budget, seats and blocks last. Returns the budget left."""
         seats = min(self._max_running, self._budget)
+        if self._forecast is not None and self.num_waiting:
+            self._forecast.refresh(self._step, self._running, self._num_committed)
         for queue in (self._preempted, self._waiting):
-            for request in list(islice(queue, min(PASSED_OVER, budget))):
+            limit = min(PASSED_OVER, budget)
+            first = self._waiting.candidates(limit) if queue is self._waiting else list(islice(self._preempted, limit))
+            for request in first:
                 if budget == 0 or self._seats + request.seats > seats:
                     return budget
                 swapped = request.status is RequestStatus.SWAPPED
@@ -292,21 +320,40 @@ class Scheduler:
                 if match.waits:
                     continue
                 promise = self._promise(request)
-                watermark = self._watermark if self._running else 0
-                if not self.cache.can_start(match, promise, watermark):
+                if not self.cache.can_start(match, promise, self._watermark_for(request)):
                     return budget
+                committed = self._num_committed
                 if swapped:
                     self.cache.swap_in(request, promise, output.moves)
                 else:
                     self.cache.start(request, match, promise)
-                del queue[request]
+                if queue is self._waiting:
+                    self._waiting.remove(request)
+                    self._waiting_tokens -= request.num_tokens
+                else:
+                    del self._preempted[request]
+                if self._forecast is not None:
+                    self._forecast.admit(request, self._num_committed - committed)
                 self._running[request] = None
                 self._seats += request.seats
                 self._enter(request)
                 budget -= self._add_chunk(chunks, request, min(budget, cap), output)
-            if queue:
+            if len(queue):
                 return budget
         return budget
+
+    @property
+    def _num_committed(self) -> int:
+        """Blocks used or promised."""
+        return self.cache.num_usable - self.cache.num_available
+
+    def _watermark_for(self, request: Request) -> int:
+        """Blocks that must stay free if the request is admitted beside those that run."""
+        if not self._running:
+            return 0
+        if self._forecast is None:
+            return self._watermark
+        return max(self._watermark, self._forecast.watermark(request, self._num_committed))
 
     def _promise(self, request: Request) -> int:
         """Blocks promised at admission: for all of its tokens and the next, and a copy of the last block for each other
@@ -342,6 +389,7 @@ class Scheduler:
             request.started_at = self._clock()
             request.num_cached_tokens = request.num_computed_tokens
             self.cache.count_hit(request)
+            self._waiting.charge(request, prompt_tokens=request.num_tokens - request.num_computed_tokens)
         recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
         request.num_recomputed_tokens += recomputed
         self._recomputed += recomputed
@@ -368,6 +416,20 @@ class Scheduler:
 
     # -- insight -------------------------------------------------------------------------------------------------
 
+    def outlook(self) -> Outlook | None:
+        """When those who wait will have been admitted. None: nobody waits, or it cannot be told yet."""
+        if self._forecast is None or not self.num_waiting:
+            return None
+        self._forecast.refresh(self._step, self._running, self._num_committed)
+        tokens = sum(request.num_tokens for request in self._preempted)
+        return self._forecast.outlook(
+            self._waiting.candidates(SAMPLE) or list(self._preempted),
+            self.step_times,
+            waiting=Backlog(self.num_waiting, tokens + self._waiting_tokens),
+            max_running=min(self._max_running, self._budget),
+            step_tokens=self._budget,
+        )
+
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
             running=len(self._running),
@@ -386,7 +448,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert every invariant of scheduler, promises and pool. O(pool)."""
         self.cache.check(self.requests())
-        for request in [*self._waiting, *self._preempted]:
+        for request in (*self._waiting, *self._preempted):
             assert not request.block_table.block_ids, f"{request.request_id} holds blocks without running"
             assert request.promised_blocks == request.num_computed_tokens == 0
             assert not request.host_blocks or request.status is RequestStatus.SWAPPED

@@ -131,6 +131,9 @@ class SamplingGroup(_Group):
                 output = self._take(sequence, [])
                 output.stop_reason = finish.stop_reason
                 outputs.append(self._end(sequence, output, finish.reason))
+            elif not self._scheduler.can_hold(sequence):
+                # It grew in a larger pool than this one.
+                outputs += self.outgrow(sequence)
         return outputs
 
     def advance(
@@ -209,7 +212,7 @@ class SamplingGroup(_Group):
         )
 
     def _end(self, sequence: Request, output: SequenceOutput, reason: FinishReason) -> SequenceOutput:
-        self._scheduler.finish(sequence)
+        self._scheduler.finish(sequence, ended=reason == "stop")
         del self._processors[sequence]
         output.finish_reason = reason
         if not self._processors:

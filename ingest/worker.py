@@ -344,7 +344,8 @@ class Worker:
         live.prompt_tokens = len(request.prompt_token_ids)
         if live.stopping is None and not live.detached:
             told = [choice.token_ids for choice in live.choices]
-            self._engine.submit(request, partial(self._outbox.put, live), told)
+            time_left_s = live.expires_at - time.monotonic()
+            self._engine.submit(request, partial(self._outbox.put, live), told, time_left_s=time_left_s)
 
     # -- what the outbox and the server say ----------------------------------------------------------------------
 

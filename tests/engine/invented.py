@@ -16,8 +16,11 @@ from typing import Any, Literal
 from pagemill.engine.beam import BeamSearch
 from pagemill.engine.config import PreemptionMode
 from pagemill.engine.core import EngineCore
+from pagemill.engine.forecast import GrowthForecast
 from pagemill.engine.kv_cache_manager import KVCacheManager
+from pagemill.engine.lengths import OutputLengths
 from pagemill.engine.outputs import SequenceOutput
+from pagemill.engine.policy import SchedulingPolicy, make_queue
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
@@ -141,6 +144,8 @@ class Bench:
         preemption_mode: PreemptionMode = "auto",
         reserve: bool = False,
         sliding_window: int = 0,
+        policy: SchedulingPolicy = "fcfs",
+        forecast: bool = False,
     ) -> None:
         self._now = 0.0
         self.cache = KVCacheManager(
@@ -156,6 +161,15 @@ class Bench:
             max_num_batched_tokens=max_num_batched_tokens,
             reserve=reserve,
             preemption_mode=preemption_mode,
+            queue=make_queue(policy, self._clock),
+            forecast=GrowthForecast(
+                OutputLengths(),
+                num_blocks=num_blocks - 1,
+                block_size=block_size,
+                sliding_window=sliding_window,
+            )
+            if forecast
+            else None,
             clock=self._clock,
         )
         self.model = InventedModel(num_blocks, block_size, num_host_blocks, sliding_window)
@@ -215,6 +229,8 @@ def make(
     seed: int = 0,
     ignore_eos: bool = False,
     salt: str = "",
+    tenant: str = "default",
+    priority: int = 1,
     **params_: Any,
 ) -> Request:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **params_)
@@ -225,4 +241,6 @@ def make(
         seed=seed,
         max_tokens=max_tokens,
         cache_salt=salt,
+        tenant=tenant,
+        priority=priority,
     )

@@ -222,3 +222,39 @@ def test_a_failed_step_ends_the_engine_and_says_so(folder: Path) -> None:
             await engine.wait_for_room()
 
     run(folder, test)
+
+
+def test_past_the_caps_nobody_is_let_in(folder: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        running = await submit(engine, "running", [1], max_tokens=100)
+        await running.until(lambda: bool(running.outputs))
+        waiting = [await submit(engine, f"waits{n}", [2] * 10, max_tokens=2) for n in range(2)]
+        with pytest.raises(RequestError) as caught:
+            await submit(engine, "too many", [3])
+        assert caught.value.code == "queue_full" and caught.value.retry_after_ms
+        await gather(running.end(), *(stream.end() for stream in waiting))
+        await (await submit(engine, "later", [3])).end()
+        assert engine.num_live == 0
+
+    run(folder, test, max_num_seqs=1, max_waiting_requests=2)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(folder: Path) -> None:
+    async def test(engine: AsyncEngine) -> None:
+        async def fill(name: str) -> Stream:
+            return await submit(engine, name, [1, 2], max_tokens=100)
+
+        for warm in range(2):  # until rates and lengths are known
+            await (await fill(f"warm{warm}")).end()
+        streams = [await fill(f"r{n}") for n in range(60)]
+        first = streams[0]
+        await first.until(lambda: len(first.tokens) > 60)
+        request = await engine.prepare("late", TokenIds([5]), SamplingParams(max_tokens=2, temperature=0.0))
+        with pytest.raises(RequestError) as caught:
+            engine.submit(request, Stream(), time_left_s=0.001)
+        assert caught.value.code == "deadline_unreachable" and caught.value.retry_after_ms
+        patient = Stream()
+        engine.submit(request, patient, time_left_s=600.0)
+        await gather(*(stream.end() for stream in streams), patient.end())
+
+    run(folder, test, max_num_seqs=1)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pagemill.engine.admission import certain_slots
 from pagemill.engine.config import PreemptionMode
+from pagemill.engine.policy import SchedulingPolicy
 from pagemill.engine.request import Request
 from tests.engine.invented import Bench, beam_twin, make, twin
 
@@ -28,6 +29,8 @@ class Arrival:
     ignore_eos: bool
     resume: int
     salt: str
+    tenant: str
+    priority: int
     n: int
     beams: int
     penalty: float
@@ -42,6 +45,8 @@ class Arrival:
             seed=self.seed,
             ignore_eos=self.ignore_eos,
             salt=self.salt,
+            tenant=self.tenant,
+            priority=self.priority,
             n=self.n,
             **(search if self.beams > 1 else {}),
         )
@@ -77,6 +82,8 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         ignore_eos=draw(st.booleans()) and beams == 1,
         resume=draw(st.sampled_from([0, 0, 0, 5])),
         salt=draw(st.sampled_from(["", "", "other"])),
+        tenant=draw(st.sampled_from(["a", "b"])),
+        priority=draw(st.integers(0, 2)),
         n=n,
         beams=beams,
         penalty=draw(st.sampled_from([0.0, 1.0, 2.0])),
@@ -114,6 +121,8 @@ class InFlightAborts:
     mode=st.sampled_from(["auto", "swap", "recompute"]),
     reserve=st.sampled_from([False, False, True]),
     window=st.sampled_from([0, 0, 11]),
+    policy=st.sampled_from(["fcfs", "priority", "fair"]),
+    forecast=st.booleans(),
 )
 def test_tokens_are_the_twins(
     traffic: list[Arrival],
@@ -126,6 +135,8 @@ def test_tokens_are_the_twins(
     mode: PreemptionMode,
     reserve: bool,
     window: int,
+    policy: SchedulingPolicy,
+    forecast: bool,
 ) -> None:
     bench = Bench(
         num_blocks=1 + max(2, pool_tokens // block_size),
@@ -137,6 +148,8 @@ def test_tokens_are_the_twins(
         preemption_mode=mode,
         reserve=reserve,
         sliding_window=window,
+        policy=policy,
+        forecast=forecast,
     )
     aborts = InFlightAborts(bench)
     bench.model.execute = aborts.execute  # type: ignore[method-assign]
