@@ -6,14 +6,15 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import Settings, nearest
-from pagemill.adapters.cli.simulate_flags import ADMISSIONS, PREEMPTION_MODES, SWEEPS, TIMINGS
+from pagemill.adapters.cli.simulate_flags import ADMISSIONS, POLICIES, PREEMPTION_MODES, SWEEPS, TIMINGS
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.simulator.arrivals import Arrivals, Mode
 from pagemill.engine.simulator.baseline import Contiguous, simulate_contiguous, simulate_naive
@@ -24,7 +25,13 @@ from pagemill.engine.simulator.simulation import simulate
 from pagemill.engine.simulator.trace import Trace
 from pagemill.engine.simulator.trace_files import read_trace
 
-_CHOICES = {"prefix_caching": ("true", "false"), "admission": ADMISSIONS, "preemption_mode": PREEMPTION_MODES}
+_CHOICES = {
+    "prefix_caching": ("true", "false"),
+    "refuse_late": ("true", "false"),
+    "policy": POLICIES,
+    "admission": ADMISSIONS,
+    "preemption_mode": PREEMPTION_MODES,
+}
 
 Report = Callable[[str, float], None]
 
@@ -53,6 +60,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     trace = trace.shortened(longest=args.longest, limit=args.limit)
     if not trace.requests:
         raise ConfigError(f"no request of {args.trace} has at most {args.longest} tokens")
+    if args.classes:
+        trace = trace.classified(_shares(args.classes), args.seed)
     arrivals = _arrivals(args, trace)
     cases = []
     with progress_bar() as report:
@@ -120,6 +129,13 @@ def _arrivals(args: argparse.Namespace, trace: Trace) -> Arrivals:
     return Arrivals(mode=mode, rate=args.rate, rate_scale=args.rate_scale, sessions=args.sessions, seed=args.seed)
 
 
+def _shares(text: str) -> list[float]:
+    shares = [_number("--classes", part.strip(), float) for part in text.split(",")]
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < math.inf:
+        raise ConfigError(f"--classes takes up to three shares such as 10,60,30, got {text!r}")
+    return shares
+
+
 def _setup(args: argparse.Namespace) -> Setup:
     device = DEVICES[args.device]
     given = {name.replace("-", "_"): getattr(args, f"{name.replace('-', '_')}_us") for name in TIMINGS}
@@ -135,7 +151,11 @@ def _setup(args: argparse.Namespace) -> Setup:
         max_model_len=args.max_model_len,
         max_tokens=_max_tokens(args.max_tokens),
         enable_prefix_caching=not args.no_prefix_caching,
+        scheduling_policy=args.policy,
         admission=args.admission,
+        max_waiting_requests=args.max_waiting_requests,
+        max_waiting_prompt_tokens=args.max_waiting_prompt_tokens,
+        refuse_late=not args.accept_late,
         preemption_mode=args.preemption_mode,
         swap_tokens=args.swap_tokens,
         ttl_s=None if args.ttl_ms is None else args.ttl_ms / 1000,
@@ -159,7 +179,13 @@ def _apply(setup: Setup, arrivals: Arrivals, values: dict[str, str]) -> tuple[Se
             choice: dict[str, Any] = {name: text}
             if name == "prefix_caching":
                 choice = {"enable_prefix_caching": text == "true"}
+            elif name == "refuse_late":
+                choice = {name: text == "true"}
+            elif name == "policy":
+                choice = {"scheduling_policy": text}
             setup = dataclasses.replace(setup, **choice)
+        elif name == "ttl_ms":
+            setup = dataclasses.replace(setup, ttl_s=_number(name, text, float) / 1000)
         elif name == "max_tokens":
             setup = dataclasses.replace(setup, max_tokens=_max_tokens(text))
         else:
@@ -233,7 +259,7 @@ def _print(trace: Trace, everything: int, cases: list[Case]) -> None:
         table.add_column("", no_wrap=True)
         for result in results:
             table.add_column(result.system, justify="right", no_wrap=True)
-        for title, of in _ROWS:
+        for title, of in _rows(results):
             cells = [of(result, results[0]) for result in results]
             if any(cells):
                 table.add_row(title, *cells)
@@ -288,8 +314,6 @@ _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("prefix hits", lambda r, _: f"{r.prefix_hit_percent:.1f} %" if r.prefix_queried_tokens else ""),
     ("queue ms p50/p90/p99", lambda r, _: _quantiles(r.latency.queue)),
     ("first token ms", lambda r, _: _quantiles(r.latency.ttft)),
-    ("  heaviest tenant", lambda r, _: _quantiles(r.tenants[0].ttft) if r.tenants else ""),
-    ("  other tenants", lambda r, _: _quantiles(r.tenants[1].ttft) if r.tenants else ""),
     ("between tokens ms", lambda r, _: _quantiles(r.latency.between_tokens)),
     ("total ms", lambda r, _: _quantiles(r.latency.total)),
     ("refusal ms", lambda r, _: _quantiles(r.refusal_ms) if r.refusal_ms else ""),
@@ -297,6 +321,20 @@ _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("requests / s", lambda r, _: f"{r.requests_per_s:.2f}"),
     ("steps, duration", lambda r, _: f"{r.steps:,}, {r.duration_s:,.1f} s"),
 )
+
+
+def _rows(results: list[Result]) -> Iterator[tuple[str, _Cell]]:
+    """The rows, with one for each group of requests after that of all."""
+    for title, of in _ROWS:
+        yield title, of
+        if title == "first token ms":
+            for place, group in enumerate(results[0].groups):
+                yield f"  {group.name}, {group.share_percent:.0f} %", _group_cell(place)
+
+
+def _group_cell(place: int) -> _Cell:
+    return lambda result, _: _quantiles(result.groups[place].ttft)
+
 
 _SWEEP_COLUMNS: tuple[tuple[str, Callable[[list[Result]], str]], ...] = (
     ("running\nwhile others wait", lambda c: f"{c[0].running_backlogged:.1f}" if c[0].running_backlogged else "-"),

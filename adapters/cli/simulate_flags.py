@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 DEVICE_NAMES = ("h200", "a100", "cpu")
+POLICIES = ("fcfs", "priority", "fair")
 ADMISSIONS = ("optimistic", "reserve")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SWEEPS = (
@@ -14,7 +15,12 @@ SWEEPS = (
     "max_num_batched_tokens",
     "max_tokens",
     "prefix_caching",
+    "policy",
     "admission",
+    "ttl_ms",
+    "refuse_late",
+    "max_waiting_requests",
+    "max_waiting_prompt_tokens",
     "preemption_mode",
     "swap_tokens",
     "rate_scale",
@@ -49,7 +55,16 @@ def _traffic(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--sessions", type=int, default=16, metavar="N", help="sessions: so many live at once (16)")
     group.add_argument("--turns", choices=("first", "all"), default="first", help="of conversations (first)")
     group.add_argument("--clients", metavar="MODEL", help="ServeGen: the model whose clients to sample")
-    group.add_argument("--ttl-ms", type=float, metavar="MS", help="abort requests that have not ended by then")
+    group.add_argument(
+        "--ttl-ms",
+        type=float,
+        metavar="MS",
+        help="abort requests that have not ended by then, and refuse at once those that cannot start by then",
+    )
+    group.add_argument("--accept-late", action="store_true", help="with --ttl-ms: refuse nobody for a deadline")
+    group.add_argument(
+        "--classes", metavar="A,B,C", help="draw priorities 0 (high), 1, 2 with these shares, such as 10,60,30"
+    )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of whatever is drawn (0)")
 
 
@@ -67,9 +82,14 @@ def _engine(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="what requests ask for, at least their recorded output (1024); `exact`: the recorded output",
     )
+    group.add_argument("--policy", choices=POLICIES, default="fcfs", help="who starts next, as of the engine (fcfs)")
     group.add_argument("--admission", choices=ADMISSIONS, default="optimistic", help="as of the engine (optimistic)")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="as of the engine (auto)")
     group.add_argument("--swap-tokens", type=int, metavar="N", help="host memory for swapping (the device's)")
+    group.add_argument("--max-waiting-requests", type=int, metavar="N", help="refuse what would be more (no limit)")
+    group.add_argument(
+        "--max-waiting-prompt-tokens", type=int, metavar="N", help="refuse what would be more (no limit)"
+    )
     group.add_argument("--no-prefix-caching", action="store_true", help="keep and share no prefixes")
 
 

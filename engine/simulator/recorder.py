@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill.engine.simulator.result import Latency, Quantiles, Result, TenantLatency, TimeLine
+from pagemill.engine.simulator.result import GroupLatency, Latency, Quantiles, Result, TimeLine
 from pagemill.engine.simulator.trace import Trace
 
 SLICES = 400  # of the time line
@@ -33,7 +33,8 @@ class Recorder:
         self._step_end = 0.0
         self._queue: list[float] = []
         self._ttft: list[float] = []
-        self._ttft_tenant: list[str] = []
+        self._ttft_of: list[int] = []
+        self._ended: list[int] = []
         self._total: list[float] = []
         self._refused: Counter[str] = Counter()
         self._refusal: list[float] = []
@@ -72,10 +73,11 @@ class Recorder:
         """A request ended with its answer."""
         self._last_token.pop(index, None)
         self.finished += 1
+        self._ended.append(index)
         self._queue.append(started - arrived)
         if first_token is not None:
             self._ttft.append(first_token - arrived)
-            self._ttft_tenant.append(self._trace.requests[index].tenant)
+            self._ttft_of.append(index)
         self._total.append(now - arrived)
 
     def refuse(self, code: str, arrived: float, now: float) -> None:
@@ -133,25 +135,34 @@ class Recorder:
                 between_tokens=Quantiles.of(np.array(self._gaps) * 1000, self._gap_counts),
                 total=_ms(self._total),
             ),
-            tenants=self._tenants(),
+            groups=self._groups(),
             wall_s=time.perf_counter() - self._begun,
             time_line=_time_line(start, seconds, running, waiting, held / self._pool_tokens, duration)
             if busy
             else None,
         )
 
-    def _tenants(self) -> tuple[TenantLatency, ...]:
-        """The tenant that sent most, and all others together. Empty where there is one tenant only."""
-        sent = Counter(request.tenant for request in self._trace.requests)
-        if len(sent) < 2:
+    def _groups(self) -> tuple[GroupLatency, ...]:
+        """Classes of priority, where there are several; else the tenant that sent most and all others together."""
+        requests = self._trace.requests
+        names = [f"priority {request.priority}" for request in requests]
+        if len(set(names)) < 2:
+            sent = Counter(request.tenant for request in requests)
+            heaviest = sent.most_common(1)[0][0]
+            others = "1 other" if len(sent) == 2 else f"{len(sent) - 1} others"
+            names = [heaviest if request.tenant == heaviest else others for request in requests]
+        sizes = Counter(names)
+        if len(sizes) < 2:
             return ()
-        heaviest, count = sent.most_common(1)[0]
-        share = 100 * count / len(self._trace.requests)
-        theirs = [t for t, tenant in zip(self._ttft, self._ttft_tenant, strict=True) if tenant == heaviest]
-        others = [t for t, tenant in zip(self._ttft, self._ttft_tenant, strict=True) if tenant != heaviest]
-        return (
-            TenantLatency(heaviest, share, _ms(theirs)),
-            TenantLatency(f"{len(sent) - 1} others", 100 - share, _ms(others)),
+        finished = Counter(names[index] for index in self._ended)
+        times: dict[str, list[float]] = {name: [] for name in sizes}
+        for index, seconds in zip(self._ttft_of, self._ttft, strict=True):
+            times[names[index]].append(seconds)
+        order = sorted(sizes) if names[0].startswith("priority ") else [name for name, _ in sizes.most_common()]
+        if not names[0].startswith("priority "):
+            order.sort(key=lambda name: name != heaviest)
+        return tuple(
+            GroupLatency(name, 100 * sizes[name] / len(names), finished[name], _ms(times[name])) for name in order
         )
 
 

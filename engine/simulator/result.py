@@ -47,11 +47,13 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantLatency:
-    """One tenant beside all others together: what share of requests it sent, and its time to the first token."""
+class GroupLatency:
+    """A part of the requests: one class of priority, or the heaviest tenant, or all other tenants together. What share
+    of the requests it sent, how many of them finished, and their time to the first token."""
 
-    tenant: str
+    name: str
     share_percent: float
+    finished: int
     ttft: Quantiles | None
 
 
@@ -110,7 +112,7 @@ class Result:
     prefix_hit_percent: float
     refusal_ms: Quantiles | None
     latency: Latency
-    tenants: tuple[TenantLatency, ...] = ()
+    groups: tuple[GroupLatency, ...] = ()
     wall_s: float = 0.0
     time_line: TimeLine | None = field(default=None, repr=False)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pagemill.engine.config import Admission, PreemptionMode
+from pagemill.engine.config import Admission, PreemptionMode, SchedulingPolicy
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.simulator.device import Device
 
@@ -20,7 +20,8 @@ class Setup:
     max_tokens: what requests ask for, which admission and preemption plan with; a recorded output that is longer asks
     for its own length. None: every request asks for exactly what it will get. max_model_len: None for no limit.
     swap_tokens: host memory for the blocks of preempted requests; None: the device's. ttl_s: who has not ended so long
-    after its arrival is aborted, as the queue's worker does; None: nobody.
+    after its arrival is aborted, as the queue's worker does; None: nobody. refuse_late: with a ttl, whoever could not
+    start by then is refused on arrival. max_waiting_...: whoever would be more than that is refused on arrival.
     """
 
     device: Device
@@ -31,17 +32,21 @@ class Setup:
     max_model_len: int | None = None
     max_tokens: int | None = 1024
     enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
     admission: Admission = "optimistic"
     preemption_mode: PreemptionMode = "auto"
     swap_tokens: int | None = None
     ttl_s: float | None = None
+    refuse_late: bool = True
+    max_waiting_requests: int | None = None
+    max_waiting_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.tokens < self.block_size:
             raise ConfigError(f"a pool of {self.tokens} tokens holds no block of {self.block_size}")
         if self.seats < 1 or self.budget < 1:
             raise ConfigError(f"{self.seats} sequences and a budget of {self.budget} tokens run nothing")
-        for name in ("max_model_len", "max_tokens"):
+        for name in ("max_model_len", "max_tokens", "max_waiting_requests", "max_waiting_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -84,8 +89,12 @@ class Setup:
             "max_model_len": self.max_model_len,
             "max_tokens": self.max_tokens,
             "prefix_caching": self.enable_prefix_caching,
+            "scheduling_policy": self.scheduling_policy,
             "admission": self.admission,
             "preemption_mode": self.preemption_mode,
             "num_host_blocks": self.num_host_blocks,
             "ttl_s": self.ttl_s,
+            "refuse_late": self.refuse_late,
+            "max_waiting_requests": self.max_waiting_requests,
+            "max_waiting_prompt_tokens": self.max_waiting_prompt_tokens,
         }

@@ -12,11 +12,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import cast
 
-from pagemill.engine.admission import Limits, check_request
+from pagemill.engine.acceptance import Acceptance, QueueCaps
+from pagemill.engine.admission import Limits, check_request, resolve_max_tokens
 from pagemill.engine.core import EngineCore
 from pagemill.engine.errors import RequestError
+from pagemill.engine.forecast import GrowthForecast, Outlook
 from pagemill.engine.kv_cache_manager import KVCacheManager
+from pagemill.engine.lengths import OutputLengths
 from pagemill.engine.outputs import SequenceOutput
+from pagemill.engine.policy import make_queue
 from pagemill.engine.preemption import PreemptionCost
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
@@ -29,6 +33,8 @@ from pagemill.engine.simulator.result import Result
 from pagemill.engine.simulator.setup import Progress, Setup
 from pagemill.engine.simulator.tokens import END_TOKEN, VOCABULARY, TokenRuns
 from pagemill.engine.simulator.trace import Trace
+
+OUTLOOK_S = 0.1  # how often the asynchronous engine works out when those who wait will start
 
 
 def simulate(trace: Trace, setup: Setup, arrivals: Arrivals, progress: Progress | None = None) -> Result:
@@ -43,6 +49,8 @@ class _Live:
     index: int
     output: range | list[int]
     arrived: float
+    prompt_tokens: int
+    waits: bool = True
 
 
 class Simulation:
@@ -72,8 +80,13 @@ class Simulation:
             reserve=setup.admission == "reserve",
             preemption_mode=setup.preemption_mode,
             cost=PreemptionCost(block_s=self._timing.move * setup.block_size),
+            queue=make_queue(setup.scheduling_policy, self._clock),
+            forecast=GrowthForecast(OutputLengths(), num_blocks=setup.num_blocks, block_size=setup.block_size),
             clock=self._clock,
         )
+        self._acceptance = Acceptance(QueueCaps(setup.max_waiting_requests, setup.max_waiting_prompt_tokens))
+        self._outlook: Outlook | None = None
+        self._outlook_at = 0.0
         self._limits = Limits(
             vocab_size=VOCABULARY,
             max_model_len=setup.max_model_len or VOCABULARY,
@@ -102,6 +115,8 @@ class Simulation:
                 assert coming is not None, "the scheduler stands still with requests waiting"
                 self.now = max(self.now, coming)
             self._fold(outputs)
+            if self.now >= self._outlook_at:
+                self._outlook, self._outlook_at = self._scheduler.outlook(), self.now + OUTLOOK_S
             if progress is not None:
                 progress(self._recorder.finished, len(self._trace.requests))
         statistics = self._scheduler.statistics()
@@ -184,32 +199,36 @@ class Simulation:
             self._early += ended
 
     def _submit(self, index: int, arrived: float) -> None:
+        """What the asynchronous engine does with a request: check it, count it in or refuse it, queue it."""
         recorded = self._trace.requests[index]
         name = f"{index}"
         wanted = self._setup.max_tokens
         asked = recorded.output_tokens if wanted is None else max(wanted, recorded.output_tokens)
-        room = self._limits.max_model_len - recorded.prompt_tokens
+        params = SamplingParams(temperature=0.0, max_tokens=asked)
         try:
-            if room < 1:
-                raise RequestError("prompt_too_long", f"{recorded.prompt_tokens} tokens")
-            asked = min(asked, room)
             request = Request(
                 request_id=name,
                 prompt_token_ids=cast("list[int]", TokenRuns(recorded.prompt)),
-                params=SamplingParams(temperature=0.0, max_tokens=asked),
+                params=params,
                 seed=index,
-                max_tokens=asked,
+                max_tokens=resolve_max_tokens(recorded.prompt_tokens, params, self._limits),
                 tenant=recorded.tenant,
+                priority=recorded.priority,
             )
             check_request(request, self._limits)
-            self._live[name] = _Live(index, _tokens(recorded.output), arrived)
-            self._early += self.core.add(request)
-            if self._setup.ttl_s is not None:
-                self._deadlines.append((arrived + self._setup.ttl_s, name))
+            self._acceptance.accept(
+                recorded.prompt_tokens,
+                outlook=self._outlook,
+                time_left_s=self._setup.ttl_s if self._setup.refuse_late else None,
+            )
         except RequestError as error:
-            self._live.pop(name, None)
             self._recorder.refuse(error.code, arrived, self.now)
             self._feed.ended(index, self.now)
+            return
+        self._live[name] = _Live(index, _tokens(recorded.output), arrived, recorded.prompt_tokens)
+        self._early += self.core.add(request)
+        if self._setup.ttl_s is not None:
+            self._deadlines.append((arrived + self._setup.ttl_s, name))
 
     def _fold(self, outputs: list[SequenceOutput]) -> None:
         live = self._live
@@ -220,7 +239,12 @@ class Simulation:
         if got:
             self._recorder.tokens(got, self.now)
         for output in outputs:
-            if output.finish_reason is not None:
+            if output.started or output.final:
+                started = live[output.request_id]
+                if started.waits:
+                    started.waits = False
+                    self._acceptance.leave(started.prompt_tokens)
+            if output.final:
                 self._end(output)
 
     def _end(self, output: SequenceOutput) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pagemill.engine.simulator.tokens import Run
@@ -23,6 +24,7 @@ class TraceRequest:
     output_tokens: int
     arrival_s: float | None = None
     tenant: str = "default"
+    priority: int = 1
     previous: int | None = None
 
 
@@ -57,6 +59,18 @@ class Trace:
     def independent(self) -> Trace:
         """The same calls, with nobody waiting for an earlier call of the session."""
         return self._changed(lambda request: dataclasses.replace(request, previous=None))
+
+    def classified(self, shares: Sequence[float], seed: int = 0) -> Trace:
+        """The same requests in classes 0, 1, ... drawn by their shares. Calls of a session are in one class."""
+        draw = random.Random(seed)
+        weights, classes = list(shares), range(len(shares))
+        chosen: list[int] = []
+        for request in self.requests:
+            priority = draw.choices(classes, weights)[0]
+            chosen.append(priority if request.previous is None else chosen[request.previous])
+        pairs = zip(self.requests, chosen, strict=True)
+        requests = tuple(dataclasses.replace(request, priority=priority) for request, priority in pairs)
+        return dataclasses.replace(self, requests=requests)
 
     def arriving(self, times: Iterable[float | None]) -> Trace:
         """The same requests at other times."""

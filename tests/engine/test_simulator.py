@@ -225,7 +225,7 @@ def test_reserve_never_preempts() -> None:
 
 def test_who_is_not_done_by_the_deadline_is_aborted() -> None:
     trace = trace_of(*[(100, 40)] * 12, times=[0.0] * 11 + [0.7])
-    simulation = Simulation(trace, setup(pool_tokens=600, ttl_s=1.5), TRACE)
+    simulation = Simulation(trace, setup(pool_tokens=600, ttl_s=1.5, refuse_late=False), TRACE)
     result = simulation.run()
     simulation.core.check()
     assert result.failed.keys() == {"deadline_exceeded"} and not result.refused
@@ -233,6 +233,50 @@ def test_who_is_not_done_by_the_deadline_is_aborted() -> None:
     assert result.latency.total is not None and result.latency.total.max <= 1500
     assert result.duration_s <= 0.7 + 1.5 + 0.2
     assert simulate(trace, setup(pool_tokens=600), TRACE).failed == {}
+
+
+def test_who_cannot_start_by_the_deadline_is_refused_at_once() -> None:
+    trace = trace_of(*[(100, 40)] * 300, times=[0.05 * index for index in range(300)])
+    late = simulate(trace, setup(pool_tokens=600, ttl_s=6.0, refuse_late=False), TRACE)
+    early = simulate(trace, setup(pool_tokens=600, ttl_s=6.0), TRACE)
+    assert late.failed["deadline_exceeded"] > 100 and not late.refused
+    assert early.refused["deadline_unreachable"] > 100
+    assert early.refusal_ms is not None and early.refusal_ms.max == 0
+    assert early.finished >= late.finished and sum(early.failed.values()) < sum(late.failed.values())
+    assert early.finished + sum(early.refused.values()) + sum(early.failed.values()) == 300
+
+
+def test_caps_on_what_waits() -> None:
+    trace = trace_of(*[(100, 40)] * 30)
+    few = simulate(trace, setup(pool_tokens=600, max_waiting_requests=7), BACKLOG)
+    assert few.refused == {"queue_full": 23} and few.finished == 7
+    small = simulate(trace, setup(pool_tokens=600, max_waiting_prompt_tokens=950), BACKLOG)
+    assert small.refused == {"queue_full": 21} and small.finished == 9
+
+
+def first_token_ms(result: Result) -> dict[str, float]:
+    return {group.name: group.ttft.mean for group in result.groups if group.ttft is not None}
+
+
+def test_fair_spares_the_others_one_tenants_burst() -> None:
+    trace = trace_of(*[(50, 20)] * 60, tenants=["heavy"] * 40 + ["a", "b"] * 10)
+    small = setup(pool_tokens=1024, max_num_seqs=4)
+    fcfs = first_token_ms(simulate(trace, small, BACKLOG))
+    fair = first_token_ms(simulate(trace, dataclasses.replace(small, scheduling_policy="fair"), BACKLOG))
+    assert fcfs["heavy"] < fcfs["2 others"]
+    assert fair["2 others"] < 0.7 * fcfs["2 others"] and fair["2 others"] < fair["heavy"]
+
+
+def test_classes_are_drawn_by_share_and_served_by_priority() -> None:
+    trace = trace_of(*[(50, 20)] * 200).classified([30, 50, 20], seed=3)
+    small = setup(pool_tokens=1024, max_num_seqs=8)
+    result = simulate(trace, dataclasses.replace(small, scheduling_policy="priority"), BACKLOG)
+    assert [group.name for group in result.groups] == ["priority 0", "priority 1", "priority 2"]
+    assert [group.share_percent for group in result.groups] == pytest.approx([30, 50, 20], abs=8)
+    times = first_token_ms(result)
+    assert times["priority 0"] < times["priority 1"] < times["priority 2"]
+    equal = first_token_ms(simulate(trace, small, BACKLOG))
+    assert max(equal.values()) < 1.3 * min(equal.values())
 
 
 def test_a_run_can_be_repeated_exactly() -> None:
@@ -245,11 +289,12 @@ def test_a_run_can_be_repeated_exactly() -> None:
 def test_tenants_are_told_apart() -> None:
     trace = trace_of(*[(50, 20)] * 40, tenants=["heavy"] * 30 + ["a", "b"] * 5)
     result = simulate(trace, setup(pool_tokens=512), BACKLOG)
-    heavy, others = result.tenants
-    assert (heavy.tenant, heavy.share_percent, others.tenant) == ("heavy", 75, "2 others")
+    heavy, others = result.groups
+    assert (heavy.name, heavy.share_percent, others.name) == ("heavy", 75, "2 others")
+    assert (heavy.finished, others.finished) == (30, 10)
     assert heavy.ttft is not None and others.ttft is not None
     assert heavy.ttft.mean < others.ttft.mean  # first come, first served: the others came last
-    assert simulate(trace_of((5, 5)), setup(), BACKLOG).tenants == ()
+    assert simulate(trace_of((5, 5)), setup(), BACKLOG).groups == ()
 
 
 def test_the_time_line_covers_the_run() -> None:

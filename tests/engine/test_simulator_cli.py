@@ -75,6 +75,18 @@ def test_sweeps(simulate: Any, azure: Path) -> None:
     assert status == 0 and "times contiguous" in out and " x " in out
 
 
+def test_policies_and_refusals(simulate: Any, azure: Path) -> None:
+    load = ("--arrivals", "backlog", "--pool-tokens", 512, "--max-tokens", "exact", "--contiguous", "none")
+    status, out, _ = simulate(azure, *load, "--policy", "priority", "--classes", "20,80", "--max-waiting-requests", 30)
+    assert status == 0 and "queue_full 10" in out and "priority 0, " in out and "priority 1, " in out
+    status, out, _ = simulate(azure, *load, "--json", "--sweep", "admission=optimistic,reserve", "--ttl-ms", 60_000)
+    assert status == 0
+    optimistic, reserve = (json.loads(line) for line in out.splitlines())
+    assert (optimistic["admission"], reserve["admission"]) == ("optimistic", "reserve")
+    assert reserve["preemptions"] == 0 and reserve["settings"]["ttl_s"] == 60
+    assert reserve["running_backlogged"] < optimistic["running_backlogged"]
+
+
 def test_a_changed_device(simulate: Any, azure: Path) -> None:
     slow = ("--fixed-us", 1_000_000, "--json", "--contiguous", "none", "--limit", 1)
     _, out, _ = simulate(azure, *slow)
@@ -117,6 +129,9 @@ def test_plots_without_matplotlib_are_refused_at_once(
         (("--pool-tokens", "5"), "holds no block"),
         (("--rate-scale", "0"), "above 0"),
         (("--limit", "0"), "--limit"),
+        (("--classes", "1,x"), "--classes must be a number"),
+        (("--classes", "0,0"), "--classes takes"),
+        (("--ttl-ms", "0"), "ttl must be above 0"),
         (("--device", "abacus"), "invalid choice"),
     ],
 )
