@@ -230,7 +230,7 @@ class AsyncEngine:
                         outputs += core.abort(message.request_id, message.error)
                 if core.has_requests:
                     outputs += core.step()
-                if time.monotonic() >= outlook_at:
+                if outlook is None or time.monotonic() >= outlook_at:
                     outlook, outlook_at = core.scheduler.outlook(), time.monotonic() + OUTLOOK_S
                 self._post(self._deliver, outputs, core.scheduler.statistics(), outlook)
         except BaseException as exception:
