@@ -1,8 +1,8 @@
 """Saying no at once: queue caps and deadlines that cannot be met, decided when a request comes.
 
 A request is checked and counted in one call, so a burst cannot slip in between. Refusals lean towards accepting: a
-deadline counts as unreachable only if a third more time and `GRACE_S` would not do either; nobody is refused while the
-engine idles or knows nothing yet, and an empty queue takes any one request, however long.
+deadline counts as unreachable only if a third more time and `GRACE_S` would not do either; nobody is refused while
+nobody waits or nothing is known yet, and an empty queue takes any one request, however long.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Acceptance:
     ) -> None:
         """Count a request in, or refuse it. `leave` undoes it.
 
-        `outlook`: None while the engine is idle or unknown. `ahead`: what goes before it, if that is not all that
+        `outlook`: None while it is not known. `ahead`: what goes before it, if that is not all that
         waits. `time_left_s`: until its deadline. Raises `queue_full` or `deadline_unreachable`, with `retry_after_ms`.
         """
         self._check_caps(prompt_tokens, outlook)
-        if outlook is not None and time_left_s is not None:
+        if outlook is not None and time_left_s is not None and self._requests:
             forecast_s = outlook.start_s(ahead if ahead is not None else self.backlog, prompt_tokens)
             start_s = forecast_s / BENEFIT_OF_DOUBT - GRACE_S
             if start_s > time_left_s:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from pagemill.engine.lengths import TABLE, OutputLengths
 from pagemill.engine.policy import Backlog
 from pagemill.engine.request import Request
+from pagemill.engine.sampling_params import SamplingParams
 
 SAFETY = 2.0  # standard deviations of occupancy that admission leaves free
 REFRESH_STEPS = 8
@@ -49,13 +50,17 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
+def _is_endless(params: SamplingParams) -> bool:
+    return params.ignore_eos and not params.stop and not params.stop_token_ids
+
+
 @dataclass(slots=True)
 class _Profile:
     """Sequences as columns [n].
 
     `generated`: tokens so far. `held`: tokens in blocks that are its own, once all are computed; `grows`: tokens that
     come to them each step. `least`, `most`: tokens that it may generate. `missing`: tokens to compute. `seats`: places
-    in the batch. `row`: its life table.
+    in the batch. `row`: its life table. `tells`: whether its length says something about others'.
     """
 
     generated: Integers
@@ -66,6 +71,7 @@ class _Profile:
     missing: Integers
     seats: Integers
     row: Integers
+    tells: Integers
 
     @classmethod
     def of(cls, sequences: Collection[Request], lengths: OutputLengths, window: int) -> _Profile:
@@ -84,11 +90,11 @@ class _Profile:
                 held, grows = prompt + seats * most, 0  # what it grows by is promised to it already
             elif window and held >= window:
                 held, grows = window, 0
-            least = params.min_tokens
-            if params.ignore_eos and not params.stop and not params.stop_token_ids:
-                least = most
-            values += (generated, held, grows, least, most, missing, seats, row_of(sequence.tenant))
-        return cls(*np.fromiter(values, np.int64, len(values)).reshape(-1, 8).T.copy())
+            endless = _is_endless(params)
+            least = most if endless else params.min_tokens
+            tells = not endless and not sequence.top
+            values += (generated, held, grows, least, most, missing, seats, row_of(sequence.tenant), tells)
+        return cls(*np.fromiter(values, np.int64, len(values)).reshape(-1, 9).T.copy())
 
     def alive(self, lengths: OutputLengths) -> Floats:
         """The chance [horizons, n] that each still runs at each horizon."""
@@ -235,6 +241,13 @@ class GrowthForecast:
         self._to_prefill = 0.0
         self._candidate: tuple[Request, _Change] | None = None
 
+    def learn(self, sequence: Request, *, ended: bool) -> None:
+        """A sequence that ran is over, by itself (`ended`) or cut off. Beams, dropped by the dozen, and outputs that
+        were forbidden to end say nothing about others."""
+        generated = len(sequence.output_token_ids)
+        if generated and not sequence.top and not _is_endless(sequence.params):
+            self.lengths.observe(sequence.tenant, generated, ended=ended)
+
     def refresh(self, step: int, running: Collection[Request], committed_blocks: int) -> None:
         """Look at the running sequences, if it is time. Call before a step's first `watermark`."""
         if step < self._refresh_at and committed_blocks >= self._committed - self._num_blocks * EMPTIER:
@@ -243,8 +256,8 @@ class GrowthForecast:
         self._committed = committed_blocks
         self._candidate = None
         profile = _Profile.of(running, self.lengths, self._window)
-        free = profile.least < profile.most
-        self.lengths.update(profile.row[free], profile.generated[free])
+        telling = profile.tells > 0
+        self.lengths.update(profile.row[telling], profile.generated[telling])
         self._change = _Change.of(profile, profile.alive(self.lengths))
         self._to_prefill = float(np.maximum(profile.missing - 1, 0).sum())
 

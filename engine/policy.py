@@ -84,18 +84,18 @@ class FcfsQueue:
 
     def __init__(self) -> None:
         # Not a dict: taking the head of a dict again and again walks over all that was taken before.
-        self._requests: OrderedDict[Request, None] = OrderedDict()
+        self._requests: OrderedDict[Request, int] = OrderedDict()  # with its tokens when it came
         self.num_tokens = 0
 
     def add(self, request: Request) -> None:
-        self._requests[request] = None
+        self._requests[request] = request.num_tokens
         self.num_tokens += request.num_tokens
 
     def remove(self, request: Request) -> bool:
-        if request not in self._requests:
+        tokens = self._requests.pop(request, None)
+        if tokens is None:
             return False
-        del self._requests[request]
-        self.num_tokens -= request.num_tokens
+        self.num_tokens -= tokens
         return True
 
     def __contains__(self, request: object) -> bool:

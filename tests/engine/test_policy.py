@@ -492,3 +492,6 @@ def test_fcfs_and_backlogs_count_tokens() -> None:
     assert queue.remove(requests[1]) and not queue.remove(requests[1])
     assert queue.candidates(5) == [requests[0], requests[2]]
     assert queue.ahead_of(make("new", clock)) == Backlog(2, 22)
+    requests[0].output_token_ids = [1, 2, 3]  # a queue that mirrors another hears of it late
+    queue.remove(requests[0])
+    assert queue.ahead_of(make("new", clock)) == Backlog(1, 12)
