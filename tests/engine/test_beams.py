@@ -46,11 +46,15 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     folder = save_model(CONFIGS["llama-gqa"](), tmp_path_factory.mktemp("beams"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
-    def generate(prompt: list[int], width: int, **options: Any) -> list[list[int]]:
-        ids = torch.tensor([prompt])
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+
+    def generate(width: int, **options: Any) -> list[list[int]]:
+        """The beams of all prompts, in order, from one left-padded batch."""
         output = model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             num_beams=width,
             num_return_sequences=width,
             do_sample=False,
@@ -58,16 +62,14 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
             pad_token_id=0,
             **options,
         )
-        return [row[len(prompt) :].tolist() for row in output]
+        return [row[longest:].tolist() for row in output]
 
     # The end token is one that the beams would choose anyway, so that finished and running beams compete.
-    chosen = Counter(token for prompt in PROMPTS for beam in generate(prompt, 4) for token in beam[3:])
+    chosen = Counter(token for beam in generate(4) for token in beam[3:])
     eos = chosen.most_common(1)[0][0]
     found = {
         (width, penalty, early): [
-            _cut(beam, eos)
-            for prompt in PROMPTS
-            for beam in generate(prompt, width, length_penalty=penalty, early_stopping=early, eos_token_id=eos)
+            _cut(beam, eos) for beam in generate(width, length_penalty=penalty, early_stopping=early, eos_token_id=eos)
         ]
         for width, penalty, early in GRID
     }
