@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.values import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def check_prompt(prompt_token_ids: list[int], vocab_size: int) -> None:
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise invalid(f"prompt_token_ids must be in [0, {vocab_size - 1}], got {bad}", "prompt_token_ids")
+        raise invalid(f"prompt_token_ids must be in [0, {vocab_size - 1}], got {shown(bad)}", "prompt_token_ids")
 
 
 def certain_slots(request: Request) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from typing import Any, Literal
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.values import as_integer, as_number, shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -66,29 +68,26 @@ class EngineConfig:
         _one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "fair"))
         _one_of("admission", self.admission, ("optimistic", "reserve"))
-        if self.swap_space is not None and not 0 <= self.swap_space <= 2**20:
-            raise ConfigError(f"swap_space must be in [0, {2**20}] GiB, got {self.swap_space}")
-        _within("block_size", self.block_size, 1, 256)
-        _within("max_num_seqs", self.max_num_seqs, 1, 65536)
-        _within("default_max_tokens", self.default_max_tokens, 1, 2**31 - 1)
-        sizes = (
-            "max_model_len",
-            "max_num_batched_tokens",
-            "num_blocks_override",
-            "kv_cache_memory_bytes",
-            "threads",
-            "max_waiting_requests",
-            "max_waiting_prompt_tokens",
-        )
-        for name in sizes:
+        for name in ("model", "served_model_name", "cache_dir"):
+            self._keep(name, _text(name, getattr(self, name)))
+        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {shown(getattr(self, name))}")
+        self._keep("block_size", _within("block_size", self.block_size, 1, 256))
+        self._keep("max_num_seqs", _within("max_num_seqs", self.max_num_seqs, 1, 65536))
+        self._keep("default_max_tokens", _within("default_max_tokens", self.default_max_tokens, 1, 2**31 - 1))
+        for name, most in _SIZES.items():
             if getattr(self, name) is not None:
-                _within(name, getattr(self, name), 1, 2**62)
-        if isinstance(self.gpu_memory_utilization, bool) or not isinstance(self.gpu_memory_utilization, int | float):
-            raise ConfigError("gpu_memory_utilization must be a number")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+                self._keep(name, _within(name, getattr(self, name), 1, most))
+        if self.swap_space is not None:
+            self._keep("swap_space", _number("swap_space", self.swap_space, "[0, 1048576] GiB", 0.0, 2.0**20))
+        share = _number("gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]", 5e-324, 1.0)
+        self._keep("gpu_memory_utilization", share)
         if not self.model:
             raise ConfigError("model must not be empty")
+
+    def _keep(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def model_name(self) -> str:
@@ -99,13 +98,41 @@ class EngineConfig:
         return dataclasses.replace(self, **changes)
 
 
+_SIZES = {
+    "max_model_len": 2**62,
+    "max_num_batched_tokens": 2**62,
+    "num_blocks_override": 2**62,
+    "kv_cache_memory_bytes": 2**62,
+    "threads": 1024,  # past the cores of any machine; a team of many thousands takes the process's last thread
+    "max_waiting_requests": 2**62,
+    "max_waiting_prompt_tokens": 2**62,
+}
+
+
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
 
 
-def _within(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if not low <= value <= high:
-        raise ConfigError(f"{name} must be in [{low}, {high}], got {value}")
+def _within(name: str, value: object, low: int, high: int) -> int:
+    integer = as_integer(value)
+    if integer is None:
+        raise ConfigError(f"{name} must be an integer, got {shown(value)}")
+    if not low <= integer <= high:
+        raise ConfigError(f"{name} must be in [{low}, {high}], got {shown(value)}")
+    return integer
+
+
+def _number(name: str, value: object, bounds: str, low: float, high: float) -> float:
+    number = as_number(value)
+    if number is None or not low <= number <= high:
+        raise ConfigError(f"{name} must be a number in {bounds}, got {shown(value)}")
+    return number
+
+
+def _text(name: str, value: object) -> str | None:
+    if isinstance(value, PathLike):
+        value = fspath(value)
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{name} must be text, got {shown(value)}")
+    return value

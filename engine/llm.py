@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import random
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
 from typing import Any, cast
 
 from pagemill.engine.assembly import EngineInfo, build
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.errors import ConfigError, RequestError
+from pagemill.engine.errors import ConfigError, EngineDeadError, invalid
+from pagemill.engine.interrupts import held_back
 from pagemill.engine.loader import Progress, no_progress
 from pagemill.engine.outputs import CompletionOutput, RequestOutput, SequenceOutput
 from pagemill.engine.prompt import Messages, Prompt, TokenIds, make_request
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import SchedulerStatistics
+from pagemill.engine.values import as_integer, shown
+from pagemill.engine.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, is_accepted
 
-PromptInput = str | Mapping[str, Any]
+PromptInput = str | Mapping[str, Any] | Sequence[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+_DTYPE_NAMES = {"half": "float16", "float": "float32", "torch.half": "float16", "torch.float": "float32"}
+_PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
+_PROMPT_FORMS = 'a prompt must be text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Input:
+    prompt: Prompt
+    text: str | None = None  # as the output repeats it
+    cache_salt: str = ""
 
 
 class LLM:
     """A model with its paged KV pool, for batches of prompts in this process.
 
     Keyword arguments are the fields of `EngineConfig`. Raises `ConfigError` on one that is unknown or out of range.
+    vLLM's other arguments are accepted at the values that ask for nothing else than what is done here. `seed` makes the
+    draws of requests without a seed of their own repeatable. Calls from several threads run one after the other.
 
         llm = LLM(model="smollm2-135m", block_size=16, gpu_memory_utilization=0.85)
         for output in llm.generate(["Hello"], SamplingParams(max_tokens=16)):
             print(output.outputs[0].text)
     """
 
-    def __init__(self, model: str = "smollm2-135m", *, progress: Progress = no_progress, **settings: Any):
-        known = {field.name for field in dataclasses.fields(EngineConfig)}
-        unknown = sorted(set(settings) - known)
-        if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; known are: {', '.join(sorted(known))}")
-        self._parts = build(EngineConfig(model=model, **settings), progress)
+    def __init__(
+        self,
+        model: str | PathLike[str] = "smollm2-135m",
+        *,
+        seed: int | None = None,
+        progress: Progress = no_progress,
+        **settings: Any,
+    ):
+        if seed is not None and as_integer(seed) is None:
+            raise ConfigError(f"seed must be an integer, got {shown(seed)}")
+        self._seeds = secrets.SystemRandom() if seed is None else random.Random(as_integer(seed))
+        self._parts = build(EngineConfig(**_settings(model, settings)), progress)
         self._count = 0
+        self._turn = threading.Lock()
+        self._failure: EngineDeadError | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -43,26 +73,50 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptInput | Sequence[PromptInput],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: PromptInput | Iterable[PromptInput] | None = None,
+        sampling_params: Params = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: bool = False,
+        **arguments: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts.
 
-        A prompt is text, {"prompt": text} or {"prompt_token_ids": [...]}. One `SamplingParams` serves all prompts, a
-        list gives each its own. Raises `RequestError`, before anything runs, if any prompt or parameter is refused.
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}; the last two may have a
+        `cache_salt`. One `SamplingParams` serves all prompts, a list gives each its own. `use_tqdm` shows a progress
+        bar. `prompt_token_ids` and the rest are older and other arguments of vLLM. Raises `RequestError`, before
+        anything runs, if any prompt or parameter is refused.
         """
-        items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run([_prompt(item) for item in items], sampling_params)
+        _check_arguments(arguments)
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise invalid("prompts and prompt_token_ids cannot be combined", "prompt_token_ids")
+            prompts = prompt_token_ids
+        return self._run([_input(item) for item in _items(prompts)], sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
+        use_tqdm: bool = False,
+        **arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or a list of conversations."""
+        _check_arguments(arguments)
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+            raise invalid("messages must be a conversation (a list of messages) or a list of them", "messages")
         one = not messages or isinstance(messages[0], Mapping)
-        conversations = [messages] if one else messages
-        return self._run(cast("list[Prompt]", list(conversations)), sampling_params)
+        conversations = cast("Sequence[Messages]", [messages] if one else messages)
+        for conversation in conversations:
+            if isinstance(conversation, str | bytes | Mapping) or not isinstance(conversation, Sequence):
+                raise invalid("each conversation must be a list of messages", "messages")
+        return self._run([_Input(conversation) for conversation in conversations], sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers makes it. Raises `ConfigError` under `skip_tokenizer_init`."""
+        if self._parts.tokenizer is None:
+            raise ConfigError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        return self._parts.tokenizer.transformers_tokenizer
 
     def statistics(self) -> SchedulerStatistics:
         """The pool, the prefix cache and the scheduler: state now and record since the start."""
@@ -76,56 +130,147 @@ class LLM:
         """Forget all cached prefixes. Returns how many blocks were known."""
         return self._parts.core.scheduler.cache.forget_cached()
 
-    def _run(
-        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[RequestOutput]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(prompts)
-        else:
-            params = list(sampling_params)
-            if len(params) != len(prompts):
-                raise ValueError(f"{len(prompts)} prompts need as many sampling_params, got {len(params)}")
-        requests = [self._request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-        outputs = {
-            request.request_id: _empty(request, prompt) for request, prompt in zip(requests, prompts, strict=True)
-        }
-        core = self._parts.core
-        try:
-            for request in requests:
-                for increment in core.add(request):
-                    _fold(outputs[increment.request_id], increment)
-            while core.has_requests:
-                for increment in core.step():
-                    _fold(outputs[increment.request_id], increment)
-        finally:
-            # After Ctrl-C or a failed step nothing of this call may stay behind.
-            for request in requests:
-                core.abort(request.request_id)
+    def _run(self, inputs: list[_Input], sampling_params: Params, use_tqdm: bool) -> list[RequestOutput]:
+        params = _params(sampling_params, len(inputs))
+        with self._turn:
+            if self._failure is not None:
+                raise self._failure
+            requests = [self._request(item, own) for item, own in zip(inputs, params, strict=True)]
+            outputs = {
+                request.request_id: _empty(request, item) for request, item in zip(requests, inputs, strict=True)
+            }
+            try:
+                with _progress_bar(len(requests), use_tqdm) as finished:
+                    self._steps(requests, outputs, finished)
+            finally:
+                # After Ctrl-C nothing of this call may stay behind.
+                with held_back():
+                    for request in requests:
+                        self._parts.core.abort(request.request_id)
         return [outputs[request.request_id] for request in requests]
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _steps(
+        self, requests: list[Request], outputs: dict[str, RequestOutput], finished: Callable[[int], object]
+    ) -> None:
+        core = self._parts.core
+        with held_back():
+            increments = [increment for request in requests for increment in core.add(request)]
+        while True:
+            for increment in increments:
+                _fold(outputs[increment.request_id], increment)
+            finished(sum(increment.final for increment in increments))
+            if not core.has_requests:
+                return
+            with held_back():
+                increments = self._step()
+
+    def _step(self) -> list[SequenceOutput]:
+        try:
+            return self._parts.core.step()
+        except BaseException as error:
+            # What a step had taken when it broke off is unknown: nothing may run on this pool any more.
+            self._failure = EngineDeadError(
+                f"a step of this LLM failed: {type(error).__name__}: {error}; make a new LLM"
+            )
+            raise
+
+    def _request(self, item: _Input, params: SamplingParams) -> Request:
         parts = self._parts
         self._count += 1
-        return make_request(f"offline-{self._count}", prompt, params, parts.limits, parts.tokenizer)
+        return make_request(
+            f"offline-{self._count}",
+            item.prompt,
+            params,
+            parts.limits,
+            parts.tokenizer,
+            cache_salt=item.cache_salt,
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(64),
+        )
 
 
-def _prompt(item: PromptInput) -> Prompt:
+def _settings(model: object, settings: dict[str, Any]) -> dict[str, Any]:
+    """The engine's settings out of an `LLM`'s arguments. Raises `ConfigError`."""
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    taken: dict[str, Any] = {"model": model}
+    for name, value in settings.items():
+        if name == "num_gpu_blocks_override":
+            taken["num_blocks_override"] = value
+        elif name == "tokenizer":
+            if value is not None and value != model:
+                raise ConfigError("tokenizer must be left out: the model's own is used")
+        elif name == "dtype":
+            text = str(value)
+            taken[name] = _DTYPE_NAMES.get(text, text.removeprefix("torch."))
+        elif name == "device":
+            taken[name] = str(value)
+        elif name in known:
+            taken[name] = value
+        elif name not in LLM_ARGUMENTS:
+            raise ConfigError(f"unknown setting {name!r}; known are: {', '.join(sorted(known))}")
+        elif not is_accepted(LLM_ARGUMENTS, name, value):
+            raise ConfigError(f"{name}={shown(value)} is not supported; leave it out")
+    return taken
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in CALL_ARGUMENTS:
+            raise TypeError(f"unexpected argument {name!r}")
+        if not is_accepted(CALL_ARGUMENTS, name, value):
+            raise invalid(f"{name} is not supported; leave it out", name)
+
+
+def _items(prompts: object) -> list[Any]:
+    """One prompt or several as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise invalid(f"prompts must be a prompt or a list of them, got {type(prompts).__name__}", "prompt")
+    items = list(prompts)
+    return [items] if items and as_integer(items[0]) is not None else items
+
+
+def _input(item: object) -> _Input:
     if isinstance(item, str):
-        return item
-    if isinstance(item, Mapping) and len(item) == 1:
-        if "prompt_token_ids" in item:
-            return TokenIds(item["prompt_token_ids"])
-        if isinstance(item.get("prompt"), str):
-            return str(item["prompt"])
-    raise RequestError(
-        "invalid_request", 'a prompt must be text, {"prompt": text} or {"prompt_token_ids": [...]}', param="prompt"
-    )
+        return _Input(item, item)
+    if isinstance(item, Collection) and not isinstance(item, bytes | Mapping):
+        return _Input(TokenIds(cast("Sequence[int]", item)))
+    if isinstance(item, Mapping):
+        given = {name: value for name, value in item.items() if value is not None}
+        text, salt = given.get("prompt"), given.get("cache_salt", "")
+        if given.keys() <= _PROMPT_KEYS and isinstance(salt, str):
+            if "prompt_token_ids" in given and isinstance(text, str | None):
+                return _Input(TokenIds(given["prompt_token_ids"]), text, salt)
+            if isinstance(text, str):
+                return _Input(text, text, salt)
+    raise invalid(_PROMPT_FORMS, "prompt")
 
 
-def _empty(request: Request, prompt: Prompt) -> RequestOutput:
+def _params(given: object, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not isinstance(given, Sequence) or not all(isinstance(item, SamplingParams) for item in given):
+        raise invalid("sampling_params must be a SamplingParams or a list of them", "sampling_params")
+    if len(given) != count:
+        raise invalid(f"{count} prompts need as many sampling_params, got {len(given)}", "sampling_params")
+    return list(given)
+
+
+@contextmanager
+def _progress_bar(total: int, shown_at_all: bool) -> Iterator[Callable[[int], object]]:
+    if not shown_at_all:
+        yield lambda count: None
+        return
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    with tqdm(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
+        yield bar.update
+
+
+def _empty(request: Request, item: _Input) -> RequestOutput:
     return RequestOutput(
         request_id=request.request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
+        prompt=item.text,
         prompt_token_ids=request.prompt_token_ids,
         outputs=[CompletionOutput(index, text="", token_ids=[]) for index in range(request.params.n)],
         finished=False,

@@ -16,7 +16,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.kv_pool import KVPool
 from pagemill.engine.loader import ModelFolder, Progress, no_progress
-from pagemill.engine.machine import available_cores
+from pagemill.engine.machine import available_cores, memory_limit, process_memory
 from pagemill.engine.memory import MIB, BudgetTable, CpuMemory, CudaMemory, MemoryMeter, size_pool
 from pagemill.engine.models import check_architecture, load_model
 from pagemill.engine.models.base import Loading
@@ -74,10 +74,11 @@ class ModelRunner:
         self.num_host_blocks = self._host_blocks()
         try:
             self._pool = KVPool(self._layout(self.budget.num_blocks), self._ops, self.num_host_blocks)
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except (MemoryError, RuntimeError) as error:  # torch's allocators raise the latter
             raise ConfigError(
-                f"the system refused a KV pool of {self.budget.pool / MIB:.1f} MiB (an address space limit?); "
-                f"lower gpu_memory_utilization or set kv_cache_memory_bytes.\n{self.budget}"
+                f"the system refused a KV pool of {self.budget.pool / MIB:.1f} MiB with {self.num_host_blocks} blocks "
+                "to swap to (an address space limit?); "
+                f"lower gpu_memory_utilization or swap_space, or set kv_cache_memory_bytes.\n{self.budget}"
             ) from error
         _log.info("memory budget", **self.budget.to_dict())
 
@@ -211,6 +212,9 @@ class ModelRunner:
         gib = self._config.swap_space
         if gib is None:
             gib = 4.0 if self.device == "cuda" else 0.0
+        room = memory_limit() - process_memory()
+        if gib * 2**30 > room:
+            raise ConfigError(f"swap_space is {gib:g} GiB, and this process may use {room / 2**30:.1f} GiB more")
         return int(gib * 2**30) // self._layout(1).bytes_per_block
 
     def measure_move_s(self) -> float | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pagemill.engine.admission import Limits, check_prompt, check_request, resolve_max_tokens
 from pagemill.engine.errors import invalid
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.values import as_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,23 @@ Prompt = str | TokenIds | Messages
 def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Token ids of a prompt. Raises `invalid_request` on wrong types, and on text without a tokenizer."""
     if isinstance(prompt, TokenIds):
-        token_ids = list(prompt.token_ids)
-        if not all(type(token_id) is int for token_id in token_ids):
-            raise invalid("prompt_token_ids must be a list of integers", "prompt_token_ids")
-        return token_ids
+        return _token_ids(prompt.token_ids)
     field = "prompt" if isinstance(prompt, str) else "messages"
     if tokenizer is None:
         raise invalid(f"this engine runs without a tokenizer: send prompt_token_ids instead of {field}", field)
-    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat(list(prompt))
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat(prompt)
+
+
+def _token_ids(given: object) -> list[int]:
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise invalid(f"prompt_token_ids must be a list of integers, got {type(given).__name__}", "prompt_token_ids")
+    token_ids = list(given)
+    if all(type(token_id) is int for token_id in token_ids):
+        return token_ids
+    integers = [as_integer(token_id) for token_id in token_ids]
+    if None in integers:
+        raise invalid("prompt_token_ids must be a list of integers", "prompt_token_ids")
+    return cast("list[int]", integers)
 
 
 def make_request(

@@ -9,39 +9,46 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal
 
 from pagemill.engine.errors import invalid
+from pagemill.engine.values import as_integer, as_number, shown
+from pagemill.engine.vllm_arguments import SAMPLING_ARGUMENTS, is_accepted
 
 MAX_CHOICES = 64
 MAX_BEAMS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 128
+LEAST_TEMPERATURE = 1e-5  # below it decoding is greedy
 SEED_MASK = (1 << 64) - 1
 
 
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    number = as_number(value)
+    if number is None:
         raise invalid(f"{name} must be a number, got {type(value).__name__}", name)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
     bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]"
     if not math.isfinite(number) or number < low or number > high or (low_open and number == low):
-        raise invalid(f"{name} must be in {bounds}, got {value}", name)
+        raise invalid(f"{name} must be in {bounds}, got {shown(value)}", name)
     return number
 
 
+def _temperature(value: object) -> float:
+    temperature = _number("temperature", value, 0.0, 100.0)
+    # Logits divided by less overflow, and nothing but the likeliest token could be drawn anyway.
+    return temperature if temperature >= LEAST_TEMPERATURE else 0.0
+
+
 def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    integer = as_integer(value)
+    if integer is None:
         raise invalid(f"{name} must be an integer, got {type(value).__name__}", name)
-    if not low <= value <= high:
-        raise invalid(f"{name} must be in [{low}, {high}], got {value}", name)
-    return value
+    if not low <= integer <= high:
+        raise invalid(f"{name} must be in [{low}, {high}], got {shown(value)}", name)
+    return integer
 
 
 def _boolean(name: str, value: object) -> bool:
@@ -54,7 +61,11 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, Sequence) or not all(isinstance(item, str) for item in strings):
+    if (
+        not isinstance(strings, Collection)
+        or isinstance(strings, Mapping | bytes)
+        or not all(isinstance(item, str) for item in strings)
+    ):
         raise invalid("stop must be a string or a list of strings", "stop")
     if len(strings) > MAX_STOP_STRINGS:
         raise invalid(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(strings)}", "stop")
@@ -69,7 +80,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
         raise invalid(f"{name} must be a list of token ids", name)
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise invalid(f"{name} may hold at most {MAX_STOP_TOKEN_IDS} token ids, got {len(value)}", name)
@@ -81,7 +92,7 @@ class SamplingParams:
     """Decoding parameters of one request. Raises `RequestError("invalid_request")`, naming the field, on a bad value.
 
     n: choices to generate; their prompt is computed and stored once.
-    temperature: 0 is greedy; otherwise logits are divided by it.
+    temperature: 0 (or less than 0.00001) is greedy; otherwise logits are divided by it.
     top_k: keep the k most likely tokens (0 or -1: all). top_p: the smallest set with this probability. min_p: drop
         tokens less likely than this share of the likeliest one.
     seed: with it, the same request gives the same tokens whatever runs beside it. None: drawn once by the engine.
@@ -93,6 +104,7 @@ class SamplingParams:
         may only be 0 or 1 and top_k, top_p, min_p are off. length_penalty: exponent of the length by which a beam's
         log-probability is divided. early_stopping: true stops at beam_width finished beams, false when no running beam
         looks better than them, "never" when none can become better (the three rules of transformers).
+    The names after it are vLLM's; they are refused except at the value that changes nothing.
     """
 
     n: int = 1
@@ -111,13 +123,31 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    presence_penalty: InitVar[Any] = None
+    frequency_penalty: InitVar[Any] = None
+    repetition_penalty: InitVar[Any] = None
+    logit_bias: InitVar[Any] = None
+    allowed_token_ids: InitVar[Any] = None
+    bad_words: InitVar[Any] = None
+    logprobs: InitVar[Any] = None
+    prompt_logprobs: InitVar[Any] = None
+    logits_processors: InitVar[Any] = None
+    structured_outputs: InitVar[Any] = None
+    guided_decoding: InitVar[Any] = None
+    truncate_prompt_tokens: InitVar[Any] = None
+    spaces_between_special_tokens: InitVar[Any] = None
+    detokenize: InitVar[Any] = None
+    best_of: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *unsupported: Any) -> None:
+        for name, value in zip(SAMPLING_ARGUMENTS, unsupported, strict=True):
+            if not is_accepted(SAMPLING_ARGUMENTS, name, value):
+                raise invalid(f"{name} is not supported yet by this engine; leave it out", name)
         fixed: dict[str, Any] = {
             "n": _integer("n", self.n, 1, MAX_CHOICES),
             "beam_width": _integer("beam_width", self.beam_width, 1, MAX_BEAMS),
             "length_penalty": _number("length_penalty", self.length_penalty, -10.0, 10.0),
-            "temperature": _number("temperature", self.temperature, 0.0, 100.0),
+            "temperature": _temperature(self.temperature),
             "top_p": _number("top_p", self.top_p, 0.0, 1.0, low_open=True),
             "min_p": _number("min_p", self.min_p, 0.0, 1.0),
             "top_k": max(0, _integer("top_k", self.top_k, -1, 2**31 - 1)),
@@ -137,7 +167,7 @@ class SamplingParams:
             _boolean(name, getattr(self, name))
         for name, value in fixed.items():
             object.__setattr__(self, name, value)
-        if self.early_stopping != "never":
+        if not (isinstance(self.early_stopping, str) and self.early_stopping == "never"):
             _boolean("early_stopping", self.early_stopping)
         if self.beam_width > 1:
             self._check_beams()

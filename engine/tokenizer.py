@@ -13,6 +13,7 @@ from pagemill.engine.errors import ConfigError, invalid
 from pagemill.engine.token_bytes import TokenBytes
 
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_MAX_DEPTH = 32
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 # Unicode noncharacters: never part of interchanged text, so they can mark what a user wrote in a rendered chat.
@@ -54,6 +55,11 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"cannot read a tokenizer from {path}: {error}") from error
         return cls(loaded)
+
+    @property
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer as transformers made it, for whoever wants to encode or render on their own."""
+        return self._templates
 
     @property
     def has_chat_template(self) -> bool:
@@ -161,6 +167,7 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         role = message.get("role")
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise invalid(f"{where}.role must be a name such as system, user or assistant", "messages")
+        _check_depth(message)
         conversation.append({**message, "content": _content(message.get("content"), where)})
     return conversation
 
@@ -176,6 +183,15 @@ def _content(content: object, where: str) -> str:
         if len(strings) == len(content):
             return "".join(strings)
     raise invalid(f"{where}.content must be text or a list of text parts", "messages")
+
+
+def _check_depth(value: object, depth: int = 0) -> None:
+    """What walks over messages goes down by recursion, here and in the template."""
+    if depth > _MAX_DEPTH:
+        raise invalid(f"messages are nested deeper than {_MAX_DEPTH} levels", "messages")
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _check_depth(item, depth + 1)
 
 
 def _strings(value: object) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagemill.engine.errors import RequestError
@@ -21,6 +23,13 @@ NAN, INF = float("nan"), float("inf")
         ("temperature", "1"),
         ("temperature", True),
         ("temperature", 10**400),
+        ("stop_token_ids", {3: 1}),
+        ("stop", {"a": 1}),
+        ("early_stopping", np.array([1, 2])),
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", False),
+        ("logprobs", 0),
+        ("logit_bias", {"5": 1}),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", NAN),
@@ -115,3 +124,33 @@ def test_stop_ids_are_checked_against_the_vocabulary() -> None:
     with pytest.raises(RequestError) as caught:
         params.check_vocabulary(100)
     assert caught.value.param == "stop_token_ids"
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.uint64(2**64 - 1), stop_token_ids=np.array([3])
+    )
+    assert (params.temperature, params.max_tokens, params.seed, params.stop_token_ids) == (0.5, 3, 2**64 - 1, (3,))
+    assert type(params.max_tokens) is int
+
+
+def test_what_vllm_has_besides_is_accepted_where_it_changes_nothing() -> None:
+    params = SamplingParams(
+        max_tokens=3, presence_penalty=0.0, repetition_penalty=1, logprobs=None, logit_bias={}, detokenize=True
+    )
+    assert params == SamplingParams(max_tokens=3)
+    assert dataclasses.replace(params, max_tokens=4) == SamplingParams(max_tokens=4)
+
+
+def test_a_temperature_that_would_overflow_is_greedy() -> None:
+    assert SamplingParams(temperature=1e-45).is_greedy and SamplingParams(temperature=1e-300).is_greedy
+    assert not SamplingParams(temperature=1e-5).is_greedy
+
+
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "seed", "top_k", "n", "stop_token_ids"])
+def test_a_number_too_long_to_print_is_refused_by_name(name: str) -> None:
+    huge = 10**5000
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: [huge] if name == "stop_token_ids" else huge})
+    assert caught.value.param == name
+    assert len(caught.value.message) < 200
