@@ -132,6 +132,17 @@ class _Change:
             there[:, 2],
         )
 
+    @classmethod
+    def of_one(cls, profile: _Profile, alive: Floats) -> _Change:
+        """Of a single sequence, with `alive` [horizons]."""
+        held, grows = int(profile.held[0]), int(profile.grows[0])
+        size = held + grows * HORIZONS
+        there = alive * size
+        left = int(profile.most[0] - profile.generated[0])
+        return cls(
+            there - held, there * (size - there), grows * np.minimum(HORIZONS, left), alive * int(profile.seats[0])
+        )
+
     def __add__(self, other: _Change) -> _Change:
         return _Change(
             self.mean + other.mean,
@@ -240,6 +251,7 @@ class GrowthForecast:
         self._computed_share = 1.0
         self._to_prefill = 0.0
         self._candidate: tuple[Request, _Change] | None = None
+        self._alive: dict[tuple[int, int, int, int], Floats] = {}  # of candidates since the last refresh
 
     def learn(self, sequence: Request, *, ended: bool) -> None:
         """A sequence that ran is over, by itself (`ended`) or cut off. Beams, dropped by the dozen, and outputs that
@@ -255,6 +267,7 @@ class GrowthForecast:
         self._refresh_at = step + REFRESH_STEPS + len(running) // SEQUENCES_A_STEP
         self._committed = committed_blocks
         self._candidate = None
+        self._alive.clear()
         profile = _Profile.of(running, self.lengths, self._window)
         telling = profile.tells > 0
         self.lengths.update(profile.row[telling], profile.generated[telling])
@@ -282,7 +295,12 @@ class GrowthForecast:
     def _change_by(self, request: Request) -> _Change:
         if self._candidate is None or self._candidate[0] is not request:
             profile = _Profile.of([request], self.lengths, self._window)
-            self._candidate = (request, _Change.of(profile, profile.alive(self.lengths)))
+            # Most candidates are alike: nothing generated yet, the same limits.
+            kind = (int(profile.row[0]), int(profile.generated[0]), int(profile.least[0]), int(profile.most[0]))
+            alive = self._alive.get(kind)
+            if alive is None:
+                alive = self._alive[kind] = profile.alive(self.lengths)[:, 0]
+            self._candidate = (request, _Change.of_one(profile, alive))
         return self._candidate[1]
 
     def outlook(
