@@ -137,6 +137,8 @@ def test_the_forecast_is_never_above_what_could_happen() -> None:
     running = [make(16_000, max_tokens=64) for _ in range(3)]
     growth.refresh(0, running, 3000)
     assert growth.watermark(make(16_000, max_tokens=64), 3000) <= 4 * 64 // BLOCK
+    growth.refresh(REFRESH_STEPS, [], 0)
+    assert growth.watermark(make(16_000, max_tokens=64), 0) <= 64 // BLOCK
 
 
 def test_a_reserved_sequence_asks_for_nothing_more() -> None:
