@@ -1,7 +1,7 @@
 """Redis clients, one kind for each use, and which failures mean "try again".
 
-redis-py retries by itself and gives up reading after a socket timeout. That is right for commands that may be repeated
-(here all are: every write is a fenced script) and wrong for a blocking read, which would be delivered to nobody.
+redis-py repeats by itself what was not answered. That is right for commands that may be repeated (here all are: every
+write is a fenced script) and wrong for a blocking read, which would be delivered to nobody.
 RESP 2 throughout: its reply shapes are the same in every release of redis-py and every server.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import redis.asyncio as aioredis
 import structlog
+from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
@@ -50,29 +51,50 @@ _UNAVAILABLE_WORDS = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "BUSY ", "UNKILLAB
 
 MIN_VERSION = (7, 0)
 
-Client = aioredis.Redis
+REPLY_TIMEOUT_S = 5.0
 
 
-def _connect(url: str, **options: Any) -> Client:
-    return aioredis.Redis.from_url(url, decode_responses=False, protocol=2, socket_connect_timeout=5, **options)
+class Client(aioredis.Redis):
+    """A client whose commands take `REPLY_TIMEOUT_S` at most, retries included; then it raises `TimeoutError`.
+
+    redis-py's own `socket_timeout` is off: with it each send goes through `asyncio.wait_for`, which before Python 3.12
+    forgets a cancellation that comes while the send completes. A task that was told to end would go on for ever.
+    """
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+    async def run_pipeline(self, pipeline: Pipeline) -> list[Any]:
+        """Send a pipeline. Replies in order; a command that failed has its exception in its place."""
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            return list(await pipeline.execute(raise_on_error=False))
+
+
+_SHAPE: dict[str, Any] = {
+    "decode_responses": False,
+    "protocol": 2,
+    "socket_connect_timeout": 5,
+    "socket_timeout": None,
+}
 
 
 def connect_commands(url: str, name: str) -> Client:
-    """For commands that may be repeated: a pool of connections, three retries, replies within 5 s."""
+    """For commands that may be repeated: a pool of connections, three retries."""
     retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3)
-    return _connect(url, client_name=name, socket_timeout=5, retry=retry, health_check_interval=15)
+    return cast(Client, Client.from_url(url, client_name=name, retry=retry, health_check_interval=15, **_SHAPE))
 
 
-def connect_blocking(url: str, name: str) -> Client:
-    """For XREADGROUP BLOCK: no timeout of its own and no retry, since a repeated read is another delivery."""
-    return _connect(
-        url, client_name=name, socket_timeout=None, retry=Retry(NoBackoff(), 0), single_connection_client=True
-    )
+def connect_blocking(url: str, name: str) -> aioredis.Redis:
+    """For XREADGROUP BLOCK: no time limit of its own and no retry, since a repeated read is another delivery."""
+    retry = Retry(NoBackoff(), 0)
+    return aioredis.Redis.from_url(url, client_name=name, retry=retry, single_connection_client=True, **_SHAPE)
 
 
-def connect_pubsub(url: str, name: str) -> Client:
+def connect_pubsub(url: str, name: str) -> aioredis.Redis:
     """For subscriptions: no hidden reconnection, since what came meanwhile has to be read from the stream."""
-    return _connect(url, client_name=name, socket_timeout=None, retry=Retry(NoBackoff(), 0), health_check_interval=15)
+    retry = Retry(NoBackoff(), 0)
+    return aioredis.Redis.from_url(url, client_name=name, retry=retry, health_check_interval=15, **_SHAPE)
 
 
 def shown_url(url: str) -> str:

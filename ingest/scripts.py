@@ -74,7 +74,7 @@ async def _send(client: Client, calls: Sequence[Call]) -> list[Any]:
     pipeline = client.pipeline(transaction=False)
     for call in calls:
         pipeline.execute_command("EVALSHA", script(call.name).sha, len(call.keys), *call.keys, *call.args)
-    return list(await pipeline.execute(raise_on_error=False))
+    return await client.run_pipeline(pipeline)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import orjson
+import redis.asyncio as aioredis
 import structlog
 from redis.exceptions import RedisError
 
@@ -207,7 +208,9 @@ class EventHub:
     `watchdog_s`: silence after which the stream and the record are looked at.
     """
 
-    def __init__(self, commands: Client, pubsub_client: Client, keys: QueueKeys, *, watchdog_s: float = 5.0) -> None:
+    def __init__(
+        self, commands: Client, pubsub_client: aioredis.Redis, keys: QueueKeys, *, watchdog_s: float = 5.0
+    ) -> None:
         self.keys = keys
         self.watchdog_s = watchdog_s
         self._commands = commands
@@ -252,7 +255,7 @@ class EventHub:
         backoff = Backoff()
         while True:
             try:
-                return await self._commands.execute_command(*words)  # type: ignore[no-untyped-call]
+                return await self._commands.execute_command(*words)
             except (RedisError, OSError) as error:
                 if not is_unavailable(error):
                     raise

@@ -237,12 +237,15 @@ class Worker:
             for live in quiet:
                 pipeline.hmget(live.entry.shard.record(live.request_id), ["owner", "attempt", "cancel"])
             try:
-                records = await pipeline.execute()
+                records = await self._client.run_pipeline(pipeline)
             except (RedisError, OSError) as error:
                 if not is_unavailable(error):
                     raise
                 continue
-            for live, (owner, attempt, cancel) in zip(quiet, records, strict=True):
+            for live, record in zip(quiet, records, strict=True):
+                if isinstance(record, BaseException):
+                    continue
+                owner, attempt, cancel = record
                 if owner != self.owner.encode() or attempt != b"%d" % live.begun.attempt:
                     self._outbox.drop(live, "taken over" if owner else "gone")
                 elif cancel == b"1":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -219,5 +220,24 @@ def test_requests_of_others_are_given_up(queue_config: QueueConfig, run: Run) ->
             bench.outbox.put(lives["mine"], token(2, finish_reason="length"))
             await bench.sent()
             assert (await events(bench.client, "mine"))[-1]["state"] == "completed"
+
+    run(scenario())
+
+
+def test_a_cancellation_is_never_forgotten(queue_config: QueueConfig, run: Run) -> None:
+    """Whatever the moment, even while a command is on its way: who is told to end ends."""
+
+    async def scenario() -> None:
+        bench = Bench(queue_config)
+        live = await begun(bench.client, flush_ms=0)
+        moments = random.Random(3)
+        for number in range(300):
+            task = asyncio.create_task(bench.outbox.run())
+            bench.outbox.put(live, token(number))
+            await asyncio.sleep(moments.random() * 0.0015)
+            task.cancel()
+            done, _ = await asyncio.wait({task}, timeout=5)
+            assert done, "the outbox goes on"
+        await bench.client.aclose()
 
     run(scenario())
