@@ -21,6 +21,7 @@ from pagemill.engine.errors import EngineDeadError, RequestError
 from pagemill.engine.forecast import Outlook
 from pagemill.engine.loader import Progress, no_progress
 from pagemill.engine.outputs import SequenceOutput
+from pagemill.engine.policy import make_queue
 from pagemill.engine.prompt import Prompt, make_request
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
@@ -39,6 +40,7 @@ class _Live:
     sink: Sink
     blocks: int
     seats: int
+    request: Request
     prompt_tokens: int
     waits: bool = True
 
@@ -68,6 +70,7 @@ class AsyncEngine:
         caps = QueueCaps(parts.config.max_waiting_requests, parts.config.max_waiting_prompt_tokens)
         self._acceptance = Acceptance(caps)
         self._outlook: Outlook | None = None
+        self._waiting = make_queue(parts.config.scheduling_policy, time.monotonic)  # as the scheduler's, for forecasts
         self._room = asyncio.Event()
         self._room.set()
         self._wake = threading.Condition()
@@ -142,11 +145,14 @@ class AsyncEngine:
             raise RequestError("duplicate_id", f"request {request.request_id} is running already", param="id")
         blocks = -(-request.num_tokens // self.info.block_size)
         tokens = request.num_tokens
+        request.arrived_at = time.monotonic()
         if any(resumed):
             self._acceptance.count(tokens)
         else:
-            self._acceptance.accept(tokens, outlook=self._outlook, time_left_s=time_left_s)
-        self._live[request.request_id] = _Live(sink, blocks, request.params.num_sequences, tokens)
+            ahead = self._waiting.ahead_of(request) if self._outlook is not None else None
+            self._acceptance.accept(tokens, outlook=self._outlook, ahead=ahead, time_left_s=time_left_s)
+        self._waiting.add(request)
+        self._live[request.request_id] = _Live(sink, blocks, request.params.num_sequences, request, tokens)
         self._pending_blocks += blocks
         self._seats += request.params.num_sequences
         self._update_room()
@@ -260,6 +266,7 @@ class AsyncEngine:
                 live.waits = False
                 self._pending_blocks -= live.blocks
                 self._acceptance.leave(live.prompt_tokens)
+                self._waiting.remove(live.request)
             if output.final:
                 del self._live[output.request_id]
                 self._seats -= live.seats

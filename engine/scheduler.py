@@ -42,6 +42,7 @@ from pagemill.engine.scheduler_output import ScheduledSequence, SchedulerOutput
 
 WATERMARK = 0.01  # share of the pool that an admission leaves free while others run, for their next tokens
 CHARGED_TOKENS = 16  # output tokens are told to the policy so many at a time
+LOOKED_AT = 8  # candidates that are asked for at a time
 PASSED_OVER = 64  # waiting requests looked at behind one that waits for its prefix
 
 
@@ -157,8 +158,8 @@ class Scheduler:
             self._waiting_tokens -= request.num_tokens
         else:
             return False
-        if self._forecast is not None and request.started_at is not None and request.output_token_ids:
-            self._forecast.lengths.observe(request.tenant, len(request.output_token_ids), ended=ended)
+        if self._forecast is not None and request.started_at is not None:
+            self._forecast.learn(request, ended=ended)
         self._waiting.charge(request, output_tokens=len(request.output_token_ids) % CHARGED_TOKENS)
         self.cache.free(request)
         request.status = RequestStatus.FINISHED
@@ -307,40 +308,55 @@ class Scheduler:
     def _admit(self, chunks: list[ScheduledSequence], budget: int, cap: int, output: SchedulerOutput) -> int:
         """Admit from the head of the queue while budget, seats and blocks last. Returns the budget left."""
         seats = min(self._max_running, self._budget)
-        if self._forecast is not None and self.num_waiting:
+        if budget == 0 or self._seats >= seats or not self.num_waiting:
+            return budget
+        if self._forecast is not None:
             self._forecast.refresh(self._step, self._running, self._num_committed)
         for queue in (self._preempted, self._waiting):
-            limit = min(PASSED_OVER, budget)
-            first = self._waiting.candidates(limit) if queue is self._waiting else list(islice(self._preempted, limit))
-            for request in first:
-                if budget == 0 or self._seats + request.seats > seats:
-                    return budget
-                swapped = request.status is RequestStatus.SWAPPED
-                match = PrefixMatch() if swapped else self.cache.match(request)
-                if match.waits:
-                    continue
-                promise = self._promise(request)
-                if not self.cache.can_start(match, promise, self._watermark_for(request)):
-                    return budget
-                committed = self._num_committed
-                if swapped:
-                    self.cache.swap_in(request, promise, output.moves)
-                else:
-                    self.cache.start(request, match, promise)
-                if queue is self._waiting:
-                    self._waiting.remove(request)
-                    self._waiting_tokens -= request.num_tokens
-                else:
-                    del self._preempted[request]
-                if self._forecast is not None:
-                    self._forecast.admit(request, self._num_committed - committed)
-                self._running[request] = None
-                self._seats += request.seats
-                self._enter(request)
-                budget -= self._add_chunk(chunks, request, min(budget, cap), output)
-            if len(queue):
+            passed = 0  # that wait for their prefix
+            while passed < PASSED_OVER and (candidates := self._candidates(queue, passed, LOOKED_AT)):
+                for request in candidates:
+                    if budget == 0 or self._seats + request.seats > seats:
+                        return budget
+                    match = PrefixMatch() if request.host_blocks else self.cache.match(request)
+                    if match.waits:
+                        passed += 1
+                    elif self._start(request, match, output):
+                        budget -= self._add_chunk(chunks, request, min(budget, cap), output)
+                    else:
+                        return budget
+            if passed:
                 return budget
         return budget
+
+    def _candidates(self, queue: object, passed: int, count: int) -> list[Request]:
+        """The next `count` of a queue, behind those passed over."""
+        if queue is self._waiting:
+            return self._waiting.candidates(passed + count)[passed:]
+        return list(islice(self._preempted, passed, passed + count))
+
+    def _start(self, request: Request, match: PrefixMatch, output: SchedulerOutput) -> bool:
+        """Take a queued request into the batch if its promise and the watermark fit."""
+        promise = self._promise(request)
+        if not self.cache.can_start(match, promise, self._watermark_for(request)):
+            return False
+        committed = self._num_committed
+        if request.host_blocks:
+            self.cache.swap_in(request, promise, output.moves)
+        else:
+            self.cache.start(request, match, promise)
+        committed = self._num_committed - committed
+        if request in self._preempted:
+            del self._preempted[request]
+        else:
+            self._waiting.remove(request)
+            self._waiting_tokens -= request.num_tokens
+        self._running[request] = None
+        self._seats += request.seats
+        self._enter(request)
+        if self._forecast is not None:
+            self._forecast.admit(request, committed)
+        return True
 
     @property
     def _num_committed(self) -> int:
@@ -349,8 +365,8 @@ class Scheduler:
 
     def _watermark_for(self, request: Request) -> int:
         """Blocks that must stay free if the request is admitted beside those that run."""
-        if not self._running:
-            return 0
+        if not self._running or self._reserve:
+            return 0  # there is nobody, or all that anybody may need is promised
         if self._forecast is None:
             return self._watermark
         return max(self._watermark, self._forecast.watermark(request, self._num_committed))
