@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from pagemill.engine.admission import Limits, check_prompt, check_request, resolve_max_tokens
-from pagemill.engine.errors import invalid
+from pagemill.engine.errors import RequestError, invalid
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ class TokenIds:
     token_ids: Sequence[int]
 
 
+_CHARACTERS = 16  # for each token of the context: the text that is counted before the rest
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | TokenIds | Messages
 
@@ -34,6 +35,25 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is None:
         raise invalid(f"this engine runs without a tokenizer: send prompt_token_ids instead of {field}", field)
     return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat(prompt)
+
+
+def _check_beginning(prompt: str | Messages, tokenizer: Tokenizer, limits: Limits) -> None:
+    """Raise `prompt_too_long` where the beginning of a text has twice the tokens that fit: to count those of a
+    megabyte takes a second, and a refusal should come at once."""
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+        text = "\n".join(content for content in contents if isinstance(content, str))
+    beginning = text[: _CHARACTERS * limits.max_model_len]
+    if len(beginning) < len(text) and len(tokenizer.encode(beginning)) >= 2 * limits.max_model_len:
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt has {len(text)} characters, the first {len(beginning)} of which are too many tokens already; "
+            f"with at least one to generate, at most {limits.max_model_len - 1} tokens fit max_model_len "
+            f"{limits.max_model_len}",
+            param="prompt",
+        )
 
 
 def _token_ids(given: object) -> list[int]:
@@ -66,6 +86,8 @@ def make_request(
     """
     if params.stop and tokenizer is None:
         raise invalid("stop strings need a tokenizer, and this engine runs without one", "stop")
+    if tokenizer is not None and not isinstance(prompt, TokenIds):
+        _check_beginning(prompt, tokenizer, limits)
     token_ids = tokenize(prompt, tokenizer)
     check_prompt(token_ids, limits.vocab_size)
     if seed is None:

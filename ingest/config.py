@@ -6,6 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from pagemill.engine.errors import ConfigError
 
@@ -41,10 +42,9 @@ class QueueConfig:
     block_ms: int = _setting(1000, "how long one blocking read of the stream lasts")
 
     def __post_init__(self) -> None:
-        if not self.redis_url.startswith(_SCHEMES):
-            raise ConfigError(f"redis_url must start with one of {', '.join(_SCHEMES)}, got {self.redis_url!r}")
+        _check_url(self.redis_url)
         for name in ("key_prefix", "queue"):
-            if not _NAME.fullmatch(getattr(self, name)):
+            if not isinstance(getattr(self, name), str) or not _NAME.fullmatch(getattr(self, name)):
                 raise ConfigError(
                     f"{name} may hold letters, digits and . _ : - and at most 64 characters, "
                     f"got {getattr(self, name)!r}"
@@ -66,3 +66,22 @@ class QueueConfig:
 
     def replace(self, **changes: Any) -> QueueConfig:
         return dataclasses.replace(self, **changes)
+
+
+def _check_url(url: object) -> None:
+    """Raise for what no connection can be made of. The URL is not repeated: it may hold a password."""
+    if not isinstance(url, str) or not url.startswith(_SCHEMES):
+        shown = repr(url[:40]) if isinstance(url, str) and "@" not in url else "something else"
+        raise ConfigError(f"redis_url must start with one of {', '.join(_SCHEMES)}, got {shown}")
+    try:
+        parts = urlsplit(url)
+        is_good = parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ConfigError(
+            "redis_url has no usable host and port; in a password @ : / ? # are written %40 %3A %2F %3F %23"
+        )
+    database = parts.path.removeprefix("/")
+    if parts.scheme != "unix" and database and not database.isdecimal():
+        raise ConfigError("redis_url must end with the host's port or a database number, as in redis://host:6379/0")

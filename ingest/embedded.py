@@ -120,7 +120,10 @@ class EmbeddedServer:
     def start(self, timeout_s: float = 10.0) -> EmbeddedServer:
         """Start the server and wait until it answers, its data loaded."""
         program = Path(self._program) if self._program is not None else find_server()
-        self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"data_dir {self.data_dir} cannot be made: {error.strerror}; choose another") from error
         self._take_data_dir()
         try:
             for attempt in range(5):

@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
+from pagemill.engine.errors import ConfigError
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
@@ -65,7 +66,11 @@ class StreamReader:
                 await asyncio.sleep(0.1)
                 return []
             if not is_unavailable(error):
-                raise
+                # Another program's key in the place of a stream, a user who may not read it: for a person to mend.
+                keys = f"{self._shard.streams[0]} to {self._shard.streams[-1]}"
+                raise ConfigError(
+                    f"the streams {keys} cannot be read: {error}; see to them, or set key_prefix"
+                ) from error
             if not self._away:
                 _log.warning("redis is unavailable, reading waits", reason=str(error) or type(error).__name__)
             self._away = True

@@ -42,6 +42,8 @@ def read_workload(path: Path) -> list[tuple[list[int], int]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read workload {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"workload {path} is not UTF-8: byte {error.start} cannot be read") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -49,7 +51,7 @@ def read_workload(path: Path) -> list[tuple[list[int], int]]:
         try:
             row = json.loads(line)
             rows.append((list(row["prompt_token_ids"]), int(row["max_tokens"])))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f'{path}:{number} is not {{"prompt_token_ids": [...], "max_tokens": n}}: {error!r}'
             ) from error

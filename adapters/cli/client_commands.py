@@ -59,9 +59,9 @@ def _prompt(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _watch(args: argparse.Namespace, queue: QueueConfig) -> int:
-    await _check_reachable(queue)
     async with AsyncClient(queue) as client:
         handle = client.attach(args.id)
+        await _check_reachable(queue)
         if not args.json:
             return await _show(handle, queue, args)
         async with asyncio.timeout(args.timeout):

@@ -86,4 +86,6 @@ def _explain(error: Exception) -> tuple[int, str]:
         return UNREACHABLE, f"no answer in time{f': {error}' if str(error) else ''}"
     if isinstance(error, UnreachableError):
         return UNREACHABLE, f"the queue cannot be reached: {error}"
+    if isinstance(error, OSError):
+        return FAILED, str(error)  # the disk is full, a file may not be written: the machine's affair, no fault
     return FAILED, f"unexpected {type(error).__name__}: {error} (--debug shows where)"

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.values import shown as brief
 from pagemill.ingest.config import QueueConfig
 
 ENV_PREFIX = "PAGEMILL_"
@@ -92,8 +93,8 @@ class Setting:
                 unit = 1024 if size[3] else 1000
                 return int(float(size[1]) * unit ** (1 + "KMGT".index(size[2].upper())))
             return self.kind(text)
-        except ValueError:
-            raise ConfigError(f"{self.name} ({source}): {text!r} is not {_KIND_NAMES[self.kind]}") from None
+        except (ValueError, OverflowError):
+            raise ConfigError(f"{self.name} ({source}): {brief(text)} is not {_KIND_NAMES[self.kind]}") from None
 
     def check_toml(self, value: object, source: str) -> Any:
         """Take a value of the settings file, which has a type already."""
@@ -102,7 +103,7 @@ class Setting:
         if type(value) is not self.kind:
             if isinstance(value, str) and self.kind is int and self.name.endswith("_bytes"):
                 return self.parse(value, source)
-            raise ConfigError(f"{self.name} ({source}): {value!r} is not {_KIND_NAMES[self.kind]}")
+            raise ConfigError(f"{self.name} ({source}): {brief(value)} is not {_KIND_NAMES[self.kind]}")
         return value
 
 
@@ -170,7 +171,7 @@ def load_settings(flags: Mapping[str, str], environment: Mapping[str, str], file
     table = settings_table()
     values = {name: setting.default for name, setting in table.items()}
     sources = dict.fromkeys(table, "default")
-    named = file if file is not None else environment.get(FILE_VARIABLE)
+    named = file if file is not None else environment.get(FILE_VARIABLE) or None
     path = Path(named if named is not None else DEFAULT_FILE)
     if named is not None or path.is_file():
         for name, value in _read_file(path, table).items():
@@ -196,6 +197,8 @@ def _read_file(path: Path, table: Mapping[str, Setting]) -> dict[str, Any]:
         raise ConfigError(f"cannot read settings from {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML: nested too deeply") from error
     for name in content:
         if name not in table:
             raise ConfigError(f"unknown setting {name!r} in {path}{nearest(name, table)}")

@@ -61,6 +61,14 @@ def test_no_command_shows_the_help_and_version_the_version() -> None:
         (("watch", "x", "--redis-url", "redis://127.0.0.1:1/0"), 3, "cannot be reached"),
         (("cancel", "x", "--redis-url", "redis://127.0.0.1:1/0"), 3, "cannot be reached"),
         (("cancel", "no spaces please"), 1, "invalid_request"),
+        (("watch", "no spaces please", "--redis-url", "redis://127.0.0.1:1/0"), 1, "invalid_request"),
+        (("submit", "x", "--redis-url", "redis://127.0.0.1:port/0"), 2, "redis_url"),
+        (("submit", "x", "--redis-url", "redis://127.0.0.1:99999/0"), 2, "redis_url"),
+        (("submit", "x", "--redis-url", "redis://[::1/0"), 2, "redis_url"),
+        (("engine", "--redis-url", "redis://:pa/ss@127.0.0.1/0"), 2, "%2F"),
+        (("engine", "--redis-url", "redis://127.0.0.1:6379/name"), 2, "database number"),
+        (("serve", "--data-dir", "/dev/null/x", "--port", "0"), 2, "data_dir /dev/null/x"),
+        (("config", "--block-size", "9" * 5000), 2, "is not an integer"),
         (("demo", "--chats", "0"), 2, "--chats"),
     ],
 )
@@ -71,6 +79,7 @@ def test_an_error_is_one_line_and_a_status(
     assert ran.returncode == status, ran.stderr
     assert message in ran.stderr
     assert len(ran.stderr.strip().splitlines()) == 1
+    assert len(ran.stderr) < 300 and "pa/ss" not in ran.stderr
     assert ran.stdout == ""
 
 
@@ -79,7 +88,17 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in ran.stderr and ran.returncode == 2
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "not json", '{"prompt_token_ids": 3, "max_tokens": 1}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        "[]",
+        "not json",
+        "[" * 100_000,
+        '{"prompt_token_ids": [1], "max_tokens": 1e999}',
+        '{"prompt_token_ids": 3, "max_tokens": 1}',
+    ],
+)
 def test_a_bad_workload_is_named_by_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps({"prompt_token_ids": [1], "max_tokens": 1}) + "\n" + line + "\n")

@@ -61,6 +61,7 @@ def test_a_settings_file_may_be_named_and_must_then_be_there(tmp_path: Path) -> 
     other.write_text("block_size = 4")
     assert load_settings({}, {}, str(other)).engine().block_size == 4
     assert load_settings({}, {"PAGEMILL_SETTINGS": str(other)}).engine().block_size == 4
+    assert load_settings({}, {"PAGEMILL_SETTINGS": ""}).sources["block_size"] == "default", "empty is not set"
     with pytest.raises(ConfigError, match=r"missing\.toml"):
         load_settings({}, {}, "missing.toml")
 
@@ -74,6 +75,7 @@ def test_a_settings_file_may_be_named_and_must_then_be_there(tmp_path: Path) -> 
         ('block_size = "3"', {}, "block_size .*is not an integer"),
         ("block_size = true", {}, "block_size .*is not an integer"),
         ("enable_prefix_caching = 1", {}, "enable_prefix_caching .*is not true or false"),
+        ("block_size = " + "[" * 3000 + "]" * 3000, {}, "nested too deeply"),
         ("", {"PAGEMILL_BLOKSIZE": "3"}, "unknown setting PAGEMILL_BLOKSIZE.*did you mean PAGEMILL_BLOCK_SIZE"),
         ("", {"PAGEMILL_BLOCK_SIZE": "many"}, r"block_size \(PAGEMILL_BLOCK_SIZE\): 'many' is not an integer"),
         ("", {"PAGEMILL_ENABLE_PREFIX_CACHING": "perhaps"}, "is not true or false"),

@@ -72,6 +72,12 @@ REFUSED: dict[str, tuple[Any, str, str | None]] = {
     "format": ({**X, "response_format": {"type": "json_object"}}, "invalid_request", "response_format"),
     "model": ({**X, "model": "gpt-7"}, "unsupported_model", "model"),
     "too-long": ({"prompt_token_ids": [5] * 512}, "prompt_too_long", "prompt"),
+    "too-long-text": ({"prompt": "word " * 200_000}, "prompt_too_long", "prompt"),
+    "too-long-chat": (
+        {"messages": [{"role": "user", "content": "wörd" * 100_000}] * 2},
+        "prompt_too_long",
+        "prompt",
+    ),
     "never-fits": ({"prompt_token_ids": [5] * 450}, "never_fits", "prompt"),
     "never-ends": ({**X, "max_tokens": 480, "ignore_eos": True}, "never_fits", "prompt"),
 }
