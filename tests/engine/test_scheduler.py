@@ -182,6 +182,19 @@ def test_a_lone_request_that_outgrows_the_pool_ends_with_what_it_has() -> None:
     assert bench.tokens["big"] == twin([1, 2, 3], 0, 100, ignore_eos=True)[: 16 - 3 + 1]
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_pool_of_one_or_two_blocks_serves_one_after_the_other(blocks: int) -> None:
+    bench = Bench(num_blocks=1 + blocks, block_size=4)
+    for index in range(5):
+        bench.add(make(f"r{index}", [index + 1, 2], 2, seed=index, ignore_eos=True))
+    bench.add(make("grows", [1, 2], 50, ignore_eos=True))
+    bench.run()
+    for index in range(5):
+        assert bench.tokens[f"r{index}"] == twin([index + 1, 2], index, 2, ignore_eos=True)
+    assert bench.ends["grows"].finish_reason == "length"
+    assert bench.tokens["grows"] == twin([1, 2], 0, 50, ignore_eos=True)[: 4 * blocks - 2 + 1]
+
+
 @pytest.mark.parametrize("phase", ["waiting", "prefill", "decode", "preempted", "finished", "unknown"])
 def test_abort_in_every_phase_leaves_nothing(phase: str) -> None:
     bench = Bench(num_blocks=1 + 12, block_size=2, max_num_batched_tokens=4)
