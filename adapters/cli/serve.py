@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import contextlib
 import os
 import signal
@@ -58,6 +59,9 @@ async def _serve(engine_config: EngineConfig, queue: QueueConfig) -> int:
 
     with _exit_at_signal(), progress_bar() as progress:
         engine = await AsyncEngine.create(engine_config, progress)
+    # All that is there now lives as long as the role; a collection need not walk over every block of the pool again.
+    gc.collect()
+    gc.freeze()
     worker = Worker(engine, queue)
     serving = asyncio.create_task(worker.run())
     announcing = asyncio.create_task(_announce(worker, engine.info.model_name, queue))
