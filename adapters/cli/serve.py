@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import contextlib
+import gc
 import os
 import signal
 import sys
