@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
 
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.keys import GROUP, ShardKeys
@@ -87,8 +87,10 @@ class SubmitReply:
 
     @classmethod
     def read(cls, reply: list[bytes]) -> SubmitReply:
-        words = [word.decode() for word in reply]
-        return cls(words[0], words[1], words[2] if len(words) > 2 else None)  # type: ignore[arg-type]
+        status, request_id, *state = (word.decode() for word in reply)
+        if status not in ("ok", "repeated", "attached", "conflict", "duplicate"):
+            raise ResponseError(f"submit was answered {status[:64]!r}")
+        return cls(status, request_id, state[0] if state else None)  # type: ignore[arg-type]
 
 
 def submit(

@@ -6,6 +6,7 @@ Every test gets an empty server, and fails at its end if it left a key behind th
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,11 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
     """Runs coroutines on one event loop, which lives as long as the test."""
     with asyncio.Runner() as runner:
         yield runner.run
+
+
+@pytest.fixture
+def refusing_url() -> Iterator[str]:
+    """A URL where nobody listens, and nobody can come to listen while the test runs."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"redis://127.0.0.1:{held.getsockname()[1]}/0"

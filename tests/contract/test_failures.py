@@ -317,9 +317,9 @@ def test_a_redis_that_comes_late_and_restarts(play: Any, engine: AsyncEngine, tm
     play(scenario())
 
 
-def test_an_engine_stops_while_redis_is_away(play: Any, engine: AsyncEngine) -> None:
+def test_an_engine_stops_while_redis_is_away(play: Any, engine: AsyncEngine, refusing_url: str) -> None:
     async def scenario() -> None:
-        never = Worker(engine, QueueConfig(redis_url="redis://127.0.0.1:1/0"))
+        never = Worker(engine, QueueConfig(redis_url=refusing_url))
         task = asyncio.create_task(never.run())
         await asyncio.sleep(0.1)
         never.stop()
