@@ -60,6 +60,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     trace = trace.shortened(longest=args.longest, limit=args.limit)
     if not trace.requests:
         raise ConfigError(f"no request of {args.trace} has at most {args.longest} tokens")
+    if args.times_of:
+        trace = _with_times_of(trace, Path(args.times_of))
     if args.classes:
         trace = trace.classified(_shares(args.classes), args.seed)
     arrivals = _arrivals(args, trace)
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         from pagemill.engine.simulator.plot import plot_run, plot_sweep
 
         if len(cases) > 1:
-            plot_sweep([(case.values, case.results[0]) for case in cases], Path(args.plot))
+            plot_sweep([(case.values, case.results) for case in cases], Path(args.plot))
         else:
             plot_run(cases[0].results, Path(args.plot))
         print(f"drawn to {args.plot}", file=sys.stderr)
@@ -127,6 +129,13 @@ def _twins(text: str) -> list[Contiguous | str]:
 def _arrivals(args: argparse.Namespace, trace: Trace) -> Arrivals:
     mode: Mode = args.arrivals or ("trace" if trace.has_times else "sessions" if trace.has_sessions else "backlog")
     return Arrivals(mode=mode, rate=args.rate, rate_scale=args.rate_scale, sessions=args.sessions, seed=args.seed)
+
+
+def _with_times_of(trace: Trace, path: Path) -> Trace:
+    """The trace at the recorded times of another, as many requests as that has."""
+    times = [request.arrival_s for request in read_trace(path).requests]
+    trace = trace.shortened(limit=len(times))
+    return trace.arriving(times[: len(trace.requests)])
 
 
 def _shares(text: str) -> list[float]:
@@ -185,7 +194,8 @@ def _apply(setup: Setup, arrivals: Arrivals, values: dict[str, str]) -> tuple[Se
                 choice = {"scheduling_policy": text}
             setup = dataclasses.replace(setup, **choice)
         elif name == "ttl_ms":
-            setup = dataclasses.replace(setup, ttl_s=_number(name, text, float) / 1000)
+            ttl_s = None if text == "none" else _number(name, text, float) / 1000
+            setup = dataclasses.replace(setup, ttl_s=ttl_s)
         elif name == "max_tokens":
             setup = dataclasses.replace(setup, max_tokens=_max_tokens(text))
         else:
@@ -244,16 +254,17 @@ def _print(trace: Trace, everything: int, cases: list[Case]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    first = cases[0].results[0]
-    console.print(_headline(trace, everything, first), soft_wrap=True)
+    console.print(_headline(trace, everything, cases[0].results[0], len(cases) > 1), soft_wrap=True)
     table = Table()
     if len(cases) > 1:
         for name in cases[0].values:
-            table.add_column(name, justify="right")
-        for title, _ in _SWEEP_COLUMNS:
+            table.add_column(name, justify="right", no_wrap=True)
+        columns = [(title, [cell(case.results) for case in cases]) for title, cell in _SWEEP_COLUMNS]
+        columns = [(title, cells) for title, cells in columns if not _NOTHING.issuperset(cells)]
+        for title, _ in columns:
             table.add_column(title, justify="right", no_wrap=True)
-        for case in cases:
-            table.add_row(*case.values.values(), *(cell(case.results) for _, cell in _SWEEP_COLUMNS))
+        for place, case in enumerate(cases):
+            table.add_row(*case.values.values(), *(cells[place] for _, cells in columns))
     else:
         results = cases[0].results
         table.add_column("", no_wrap=True)
@@ -266,16 +277,17 @@ def _print(trace: Trace, everything: int, cases: list[Case]) -> None:
     console.print(table)
 
 
-def _headline(trace: Trace, everything: int, result: Result) -> str:
+def _headline(trace: Trace, everything: int, result: Result, swept: bool) -> str:
     settings = result.settings
     left_out = f" of {everything:,}" if len(trace.requests) < everything else ""
     dropped = f" ({trace.dropped} empty rows dropped)" if trace.dropped else ""
     lengths = sorted(request.prompt_tokens for request in trace.requests)
     outputs = sorted(request.output_tokens for request in trace.requests)
+    details = f"; arrivals {settings['arrivals']}; pool of {settings['pool_tokens']:,} tokens in blocks of "
     return (
         f"{trace.name}: {len(lengths):,}{left_out} requests{dropped}, median prompt {lengths[len(lengths) // 2]:,} "
-        f"tokens, median output {outputs[len(outputs) // 2]:,}; arrivals {settings['arrivals']}; "
-        f"on {settings['device']}, pool of {settings['pool_tokens']:,} tokens in blocks of {settings['block_size']}"
+        f"tokens, median output {outputs[len(outputs) // 2]:,}; on {settings['device']}"
+        f"{'' if swept else details + str(settings['block_size'])}"
     )
 
 
@@ -336,17 +348,16 @@ def _group_cell(place: int) -> _Cell:
     return lambda result, _: _quantiles(result.groups[place].ttft)
 
 
+_NOTHING = frozenset(("-", "0.0", "0, 0"))
+
 _SWEEP_COLUMNS: tuple[tuple[str, Callable[[list[Result]], str]], ...] = (
-    ("running\nwhile others wait", lambda c: f"{c[0].running_backlogged:.1f}" if c[0].running_backlogged else "-"),
-    (
-        "times contiguous",
-        lambda c: next((t for r in c[1:] if r.system != "naive paged" and (t := _times_as_many(r, c[0]))), "-"),
-    ),
-    ("waste\nlife / end %", lambda c: f"{c[0].waste_life_percent:.2f} / {c[0].waste_end_percent:.2f}"),
-    ("preemptions\nper 1,000", lambda c: f"{c[0].preemptions_per_1000:.1f}"),
+    ("running", lambda c: f"{c[0].running_backlogged:.1f}" if c[0].running_backlogged else "-"),
+    ("x contig.", lambda c: next((t for r in c if "contiguous" in r.system and (t := _times_as_many(r, c[0]))), "-")),
+    ("waste %", lambda c: f"{c[0].waste_life_percent:.2f} / {c[0].waste_end_percent:.2f}"),
+    ("preempted\n/ 1,000", lambda c: f"{c[0].preemptions_per_1000:.1f}"),
     ("prefix\nhits %", lambda c: f"{c[0].prefix_hit_percent:.1f}"),
     ("refused,\nfailed", lambda c: f"{sum(c[0].refused.values()):,}, {sum(c[0].failed.values()):,}"),
     ("first token ms\np50 / p90 / p99", lambda c: _quantiles(c[0].latency.ttft)),
     ("between tokens ms\np50 / p90 / p99", lambda c: _quantiles(c[0].latency.between_tokens)),
-    ("output\ntokens / s", lambda c: f"{c[0].output_tokens_per_s:,.0f}"),
+    ("output\ntokens/s", lambda c: f"{c[0].output_tokens_per_s:,.0f}"),
 )

@@ -48,6 +48,7 @@ def _traffic(group: argparse._ArgumentGroup) -> None:
         help="trace: at the recorded times; backlog: all at once; poisson: --rate a second; sessions: --sessions live "
         "at once, each calling again when it is answered. Default: trace, without times sessions, else backlog",
     )
+    group.add_argument("--times-of", metavar="FILE", help="arrive at the recorded times of another trace")
     group.add_argument("--rate-scale", type=float, default=1.0, metavar="X", help="recorded times X times as fast (1)")
     group.add_argument(
         "--rate", type=float, default=1.0, metavar="R", help="poisson: sessions or requests a second (1)"

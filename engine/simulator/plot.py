@@ -42,6 +42,7 @@ _SWEPT: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
     ("running while others wait", lambda r: r.running_backlogged),
     ("output tokens / s", lambda r: r.output_tokens_per_s),
     ("between tokens, p99 ms", lambda r: r.latency.between_tokens.p99 if r.latency.between_tokens else None),
+    ("between tokens, longest ms", lambda r: r.latency.between_tokens.max if r.latency.between_tokens else None),
     ("first token, p99 ms", lambda r: r.latency.ttft.p99 if r.latency.ttft else None),
     ("preemptions per 1,000", lambda r: r.preemptions_per_1000),
     ("refused or failed, % of requests", lambda r: 100 * (1 - r.finished / max(1, r.requests))),
@@ -50,23 +51,32 @@ _SWEPT: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
 )
 
 
-def plot_sweep(cases: Sequence[tuple[dict[str, str], Result]], path: Path) -> None:
-    """Results over swept values: the first swept name along x, a line for every combination of the others."""
-    figure, panels = _figure(len(_SWEPT))
+def plot_sweep(cases: Sequence[tuple[dict[str, str], Sequence[Result]]], path: Path) -> None:
+    """Results over swept values: the first swept name along x, a line for every combination of the others, and one for
+    each twin. What is zero everywhere gets no panel."""
     name = next(iter(cases[0][0]))
     ticks = list(dict.fromkeys(values[name] for values, _ in cases))
-    lines: dict[str, list[tuple[int, Result]]] = {}
-    for values, result in cases:
-        label = ", ".join(f"{other} {value}" for other, value in values.items() if other != name)
-        lines.setdefault(label, []).append((ticks.index(values[name]), result))
-    for panel, (title, measure) in zip(panels, _SWEPT, strict=True):
+    lines: dict[str, dict[int, Result]] = {}
+    for values, results in cases:
+        others = ", ".join(f"{other} {value}" for other, value in values.items() if other != name)
+        for place, result in enumerate(results):
+            # A twin knows none of the engine's settings, so its first line stands for all.
+            label = (others or result.system) if place == 0 else result.system
+            lines.setdefault(label, {}).setdefault(ticks.index(values[name]), result)
+    shown = [
+        (title, measure)
+        for title, measure in _SWEPT
+        if any(measure(result) for points in lines.values() for result in points.values())
+    ]
+    figure, panels = _figure(len(shown))
+    for panel, (title, measure) in zip(panels, shown, strict=True):
         panel.set_ylabel(title)
         panel.set_xticks(range(len(ticks)), ticks)
         for label, points in lines.items():
-            known = [(x, y) for x, result in points if (y := measure(result)) is not None]
+            known = [(x, y) for x, result in points.items() if (y := measure(result)) is not None]
             panel.plot([x for x, _ in known], [y for _, y in known], "o-", label=label, linewidth=1.2, markersize=3.5)
         panel.set_ylim(bottom=0)
-    _finish(figure, panels, name, cases[0][1].trace, path)
+    _finish(figure, panels, name, cases[0][1][0].trace, path)
 
 
 def _figure(count: int) -> tuple[Any, list[Any]]:
@@ -84,10 +94,12 @@ def _finish(figure: Any, panels: list[Any], along: str, title: str, path: Path) 
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.set_xlabel(along)
-    if panels[0].get_legend_handles_labels()[1] not in ([], [""]):
-        panels[0].legend(fontsize="small")
+    panels[0].legend(fontsize="small")
     figure.suptitle(title)
+    from matplotlib import rc_context
+
     try:
-        figure.savefig(path, dpi=110)
+        with rc_context({"svg.fonttype": "none"}):  # text stays text: a fifth of the size, and it can be searched
+            figure.savefig(path, dpi=110)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

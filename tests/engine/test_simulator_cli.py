@@ -72,7 +72,7 @@ def test_sweeps(simulate: Any, azure: Path) -> None:
     assert lines[0]["waste_life_percent"] < lines[2]["waste_life_percent"]
     assert lines[0]["duration_s"] > 5 * lines[1]["duration_s"]
     status, out, _ = simulate(azure, "--arrivals", "backlog", "--sweep", "pool_tokens=1024,4096", "--contiguous", "512")
-    assert status == 0 and "times contiguous" in out and " x " in out
+    assert status == 0 and "x contig." in out and "prefix" not in out and " x " in out
 
 
 def test_policies_and_refusals(simulate: Any, azure: Path) -> None:
@@ -87,6 +87,16 @@ def test_policies_and_refusals(simulate: Any, azure: Path) -> None:
     assert reserve["running_backlogged"] < optimistic["running_backlogged"]
 
 
+def test_times_of_another_trace(simulate: Any, azure: Path, tmp_path: Path) -> None:
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text('{"turns":[["h",20],["g",30]]}\n' * 50)
+    status, out, _ = simulate(talk, "--times-of", azure, "--json", "--contiguous", "none")
+    result = json.loads(out)
+    assert status == 0 and result["settings"]["arrivals"] == "trace"
+    assert result["requests"] == 40 and result["output_tokens"] == 40 * 30 and result["duration_s"] > 39 * 0.2
+    assert simulate(talk, "--times-of", talk)[0] == 0  # that has no times either: a backlog
+
+
 def test_a_changed_device(simulate: Any, azure: Path) -> None:
     slow = ("--fixed-us", 1_000_000, "--json", "--contiguous", "none", "--limit", 1)
     _, out, _ = simulate(azure, *slow)
@@ -96,7 +106,7 @@ def test_a_changed_device(simulate: Any, azure: Path) -> None:
 
 @pytest.mark.parametrize(
     ("suffix", "head", "sweep"),
-    [("png", b"\x89PNG", ()), ("svg", b"<?xml", ("--sweep", "block_size=8,16", "--sweep", "max_tokens=exact,64"))],
+    [("png", b"\x89PNG", ()), ("svg", b"<?xml", ("--sweep", "block_size=8,16", "--sweep", "ttl_ms=none,640"))],
 )
 def test_plots(simulate: Any, azure: Path, tmp_path: Path, suffix: str, head: bytes, sweep: tuple[str, ...]) -> None:
     pytest.importorskip("matplotlib")
