@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import Progress, no_progress
+
+_log = structlog.get_logger(__name__)
 
 _FORMAT = 1  # part of the cache key: raise it when the converted files change
 _SHARD_BYTES = 2 << 30
@@ -47,6 +50,7 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SIZES = "converted.json"  # name -> bytes of every other file of a converted folder
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -64,11 +68,17 @@ def converted_folder(source: Path, models: Path, progress: Progress = no_progres
     key = f"{_FORMAT}\0{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}"
     stem = re.sub(r"[^\w.-]+", "-", source.stem)[:80]
     target = models / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if target.is_dir():
+    if _is_whole(target):
         return target
     try:
         models.mkdir(parents=True, exist_ok=True)
         _remove_stale(models)
+        if target.is_dir():
+            _log.warning("the converted model is damaged and is made again", folder=str(target))
+            with contextlib.suppress(FileNotFoundError):  # another process does the same
+                shutil.rmtree(
+                    target.rename(Path(tempfile.mkdtemp(prefix=".converting-", dir=models)) / "damaged").parent
+                )
         work = Path(tempfile.mkdtemp(prefix=".converting-", dir=models))
     except OSError as error:
         raise ConfigError(
@@ -78,6 +88,8 @@ def converted_folder(source: Path, models: Path, progress: Progress = no_progres
 
     try:
         convert(source, work, progress)
+        sizes = {file.name: file.stat().st_size for file in work.iterdir()}
+        (work / _SIZES).write_text(json.dumps(sizes))
         work.chmod(0o755)
         for file in work.iterdir():  # made private by mkdtemp and safetensors; a cache may serve several users
             file.chmod(0o644)
@@ -91,6 +103,16 @@ def converted_folder(source: Path, models: Path, progress: Progress = no_progres
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all files of a converted folder have the sizes they were written with: a full disk, a power cut or a
+    cleaner of caches may have taken from it."""
+    try:
+        sizes = json.loads((folder / _SIZES).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def convert(source: Path, folder: Path, progress: Progress = no_progress) -> None:

@@ -121,15 +121,16 @@ class Scheduler:
     def fork(self, origin: Request, fork: Request) -> None:
         """Let `fork` run on from where `origin` is, on the same blocks, in one of the seats that it holds."""
         assert origin in self._running and origin.seats > 1
+        promise = self._fork_promise(origin, origin.seats)
         origin.seats -= 1
-        self._continue(origin, fork, self._fork_promise(origin))
+        self._continue(origin, fork, promise)
 
     def replace(self, beams: list[Request], survivors: list[tuple[Request, Request | None]]) -> None:
         """Exchange the running `beams` of one request: of each pair in `survivors` the first goes on as it is, or, with
         a second, the second is forked from it. Whoever of `beams` is not the first of a pair without a second ends."""
         kept = {origin for origin, fork in survivors if fork is None}
         for beam in beams:
-            if beam not in kept and beam.promised_blocks:
+            if beam.promised_blocks:
                 self.cache.promise(beam, 0)
         for beam in kept:
             self._seats += 1 - beam.seats
@@ -141,8 +142,9 @@ class Scheduler:
         for beam in beams:
             if beam not in kept:
                 self.finish(beam)
-        for request in [*kept, *(fork for _, fork in forks)]:
-            self.cache.promise(request, self._fork_promise(request))
+        going_on = [*kept, *(fork for _, fork in forks)]
+        for index, request in enumerate(going_on):
+            self.cache.promise(request, self._fork_promise(request, len(going_on) - index))
 
     def finish(self, request: Request, *, ended: bool = False) -> bool:
         """The request ends here, in whatever state it is; its blocks go back. False if it has ended already.
@@ -384,12 +386,13 @@ class Scheduler:
             whole = now + request.seats * (whole - now + 1)
         return min(whole, self.cache.num_usable)
 
-    def _fork_promise(self, request: Request) -> int:
-        """What a sequence that shares its last block is promised: a copy of that; when reserved, all it may need."""
+    def _fork_promise(self, request: Request, sharers: int) -> int:
+        """What a sequence that shares its last block is promised: a copy of that; when reserved, all it may need, or
+        where the pool has less, its share of that: of so many that share it none is to end long before the others."""
         if not request.is_reserved:
             return min(1, request.promised_blocks)
         whole = self.cache.blocks_for(request.max_slots) - len(request.block_table) + 1
-        return min(whole, self.cache.num_available + request.promised_blocks)
+        return min(whole, (self.cache.num_available + request.promised_blocks) // sharers)
 
     def _continue(self, origin: Request, fork: Request, promise: int) -> None:
         self.cache.fork(origin, fork, promise)

@@ -146,7 +146,7 @@ async def wait_for_server(client: Client, url: str, stopping: asyncio.Event) -> 
             raise ConfigError(f"{shown_url(url)} refuses user or password: {error}") from error
         except (RedisError, OSError) as error:
             if not is_unavailable(error):
-                raise
+                raise ConfigError(f"{shown_url(url)} cannot be used: {error}") from error
             if not waiting:
                 _log.warning("waiting for redis", url=shown_url(url), reason=str(error))
             waiting = True

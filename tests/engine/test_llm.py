@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from pagemill import LLM, SamplingParams
 from pagemill.engine.errors import ConfigError, EngineDeadError, RequestError
+from tests.engine.tiny_models import CONFIGS, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 SIZES: dict[str, Any] = {"threads": 1, "num_blocks_override": 64, "max_model_len": 256}
@@ -136,6 +138,17 @@ def test_the_seed_of_an_llm_makes_its_draws_repeatable() -> None:
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0][0] != drawn[0][1]
+
+
+@pytest.mark.parametrize("params", [{"n": 4, "seed": 7}, {"beam_width": 4, "n": 2}])
+def test_choices_share_a_pool_that_is_too_small_for_all(tmp_path: Path, params: dict[str, Any]) -> None:
+    folder = save_model(CONFIGS["llama-gqa"](), tmp_path / "tiny")
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "threads": 1, "block_size": 4}
+    tiny = LLM(folder, num_blocks_override=13, admission="reserve", **settings)
+    (output,) = tiny.generate([1, 2, 3, 4, 5], SamplingParams(max_tokens=40, **params))
+    assert all(choice.finish_reason == "length" for choice in output.outputs)
+    assert min(len(choice.token_ids) for choice in output.outputs) >= 8
+    tiny.check()
 
 
 def test_nothing_runs_after_a_step_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,19 @@ def test_converters_at_the_same_time_agree(tiny_gguf: Path, tmp_path: Path) -> N
     assert read_folder(folders[0]).architecture == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("how", [os.remove, lambda file: os.truncate(file, 10)], ids=["removed", "cut"])
+def test_a_damaged_conversion_is_made_again(
+    tiny_gguf: Path, tmp_path: Path, name: str, how: Callable[[Path], object]
+) -> None:
+    folder = resolve_model(str(tiny_gguf), tmp_path).path
+    whole = (folder / name).read_bytes()
+    how(folder / name)
+    assert resolve_model(str(tiny_gguf), tmp_path).path == folder
+    assert (folder / name).read_bytes() == whole
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name], "nothing is left lying about"
+
+
 def test_leftovers_of_a_killed_converter_are_removed(tiny_gguf: Path, tmp_path: Path) -> None:
     stale, fresh = tmp_path / "models" / ".converting-old", tmp_path / "models" / ".converting-new"
     for folder in (stale, fresh):
