@@ -20,8 +20,8 @@ _OWN_ID = re.compile(r"r([0-9a-z]{1,4})_[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{1
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def is_request_id(text: str) -> bool:
-    return REQUEST_ID.fullmatch(text) is not None
+def is_request_id(value: object) -> bool:
+    return isinstance(value, str) and REQUEST_ID.fullmatch(value) is not None
 
 
 def _base36(number: int) -> str:

@@ -8,7 +8,7 @@ engine's to say.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import orjson
 
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.engine.sampling_params import SAMPLING_FIELDS, SamplingParams
+from pagemill.engine.values import as_integer, as_number, shown
 
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY = 64  # characters
@@ -45,11 +46,12 @@ def _text(name: str, value: Any, low: int, high: int) -> str:
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    integer = as_integer(value)
+    if integer is None:
         raise invalid(f"{name} must be an integer, got {_kind(value)}", name)
-    if not low <= value <= high:
-        raise invalid(f"{name} must be in [{low}, {high}], got {value}", name)
-    return value
+    if not low <= integer <= high:
+        raise invalid(f"{name} must be in [{low}, {high}], got {shown(value)}", name)
+    return integer
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -134,7 +136,7 @@ def _prompt_token_ids(value: Any) -> list[int]:
         if type(token_id) is not int:
             raise invalid(f"{name}[{number}] must be an integer, got {_kind(token_id)}", name)
         if not 0 <= token_id <= MAX_TOKEN_ID:
-            raise invalid(f"{name}[{number}] must be a token id, got {token_id}", name)
+            raise invalid(f"{name}[{number}] must be a token id, got {shown(token_id)}", name)
     return value
 
 
@@ -267,13 +269,32 @@ def encode_body(body: Mapping[str, Any], max_bytes: int) -> bytes:
     """Check a body made in Python and write it as JSON. Raises `RequestError` as an engine would, before sending."""
     _check_depth(body)
     RequestBody.from_mapping(body)
+    given = {name: value for name, value in body.items() if value is not None}
     try:
         # Sorted, so that the same request has the same bytes: idempotency keys compare bodies.
-        data = orjson.dumps({k: v for k, v in body.items() if v is not None}, option=orjson.OPT_SORT_KEYS)
-    except TypeError as error:
-        raise invalid(f"the body cannot be written as JSON: {error}", "body") from None
+        data = orjson.dumps(given, _plain, orjson.OPT_SORT_KEYS)
+    except TypeError:
+        for name, value in given.items():
+            try:
+                orjson.dumps(value, _plain)
+            except TypeError as error:
+                raise invalid(f"{name} cannot be written as JSON: {error}", name) from None
+        raise
     check_size(len(data), max_bytes)
     return data
+
+
+def _plain(value: Any) -> Any:
+    """What is no JSON but has passed the checks: NumPy's numbers, sets and arrays. Raises `TypeError`."""
+    if isinstance(value, Set):
+        return sorted(value)
+    if isinstance(value, Collection) and not isinstance(value, Mapping | bytes):
+        return list(value)
+    integer = as_integer(value)
+    number = as_number(value) if integer is None else integer
+    if number is None:
+        raise TypeError(f"a {type(value).__name__} is none of its types")
+    return number
 
 
 def check_size(size: int, max_bytes: int) -> None:

@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
@@ -226,3 +227,47 @@ def test_queue_settings_are_checked() -> None:
             QueueConfig(**bad)  # type: ignore[arg-type]
         assert next(iter(bad)) in str(caught.value)
     assert all("help" in field.metadata for field in QueueConfig.__dataclass_fields__.values())
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"prompt": "a\ud800"}, "prompt"),
+        ({"prompt": "a", "stop": ["\ud800"]}, "stop"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt"),
+        ({"prompt": "a", "metadata": {"k": "\ud800"}}, "metadata"),
+        ({"prompt": "a", "ttl_ms": 10**5000}, "ttl_ms"),
+        ({"prompt": "a", "seed": -(10**5000)}, "seed"),
+        ({"prompt_token_ids": [10**5000]}, "prompt_token_ids"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_has_no_json_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        encode_body(fields, MAX)
+    assert (caught.value.code, caught.value.param) == ("invalid_request", name)
+    assert len(caught.value.message) < 300
+
+
+def test_values_of_python_and_numpy_are_written_as_plain_json() -> None:
+    body = {
+        "prompt": "a",
+        "max_tokens": np.int64(3),
+        "temperature": np.float32(0.5),
+        "priority": np.int32(2),
+        "stop": {"b", "a"},
+        "stop_token_ids": np.array([3, 5]),
+    }
+    assert orjson.loads(encode_body(body, MAX)) == {
+        "prompt": "a",
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "priority": 2,
+        "stop": ["a", "b"],
+        "stop_token_ids": [3, 5],
+    }
+
+
+@pytest.mark.parametrize("value", [5, None, b"x", ["x"], "", "a b", "abc\n", "\u0661"])
+def test_what_is_no_request_id(value: object) -> None:
+    assert not is_request_id(value)
