@@ -21,7 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pagemill.engine.core import EngineCore
+from pagemill.engine.forecast import GrowthForecast
 from pagemill.engine.kv_cache_manager import KVCacheManager
+from pagemill.engine.lengths import OutputLengths
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
@@ -61,7 +63,12 @@ class Case:
     ) -> None:
         self._prompt, self._output, self._turnover, self._made = prompt, output, turnover, 0
         cache = KVCacheManager(blocks + 1, block_size)
-        self.scheduler = Scheduler(cache, max_num_seqs=requests, max_num_batched_tokens=max(8192, requests * 2))
+        self.scheduler = Scheduler(
+            cache,
+            max_num_seqs=requests,
+            max_num_batched_tokens=max(8192, requests * 2),
+            forecast=GrowthForecast(OutputLengths(), num_blocks=blocks, block_size=block_size),
+        )
         self.core = EngineCore(self.scheduler, InstantModel(), None, [0])
         for number in range(requests):
             # Outputs of all lengths at first, so that later on the ends are spread evenly.
