@@ -365,7 +365,7 @@ def test_bad_requests_are_refused_before_they_are_sent(refusing_url: str, run: R
                 ({"prompt": "x", "temperature": float("nan")}, "temperature"),
                 ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
                 ({"prompt": "x", "max_token": 1}, "max_token"),
-                ({"prompt": "\ud800"}, "body"),
+                ({"prompt": "\ud800"}, "prompt"),
                 ({"prompt": "x" * (1 << 20)}, "body"),
                 ({"prompt": "x", "id": "a b"}, "id"),
             ]
