@@ -9,11 +9,11 @@ BENCH := build/bench
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run serve test check bench gpu-check clean
+.PHONY: help install run serve test check bench bench-scheduler gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-		printf '  make %-10s %s\n' "$$name" "$$text"; done
+		printf '  make %-16s %s\n' "$$name" "$$text"; done
 
 install: $(STAMP)  ## make .venv with pinned versions (done by the others where needed)
 
@@ -47,6 +47,9 @@ check: $(STAMP)  ## formatting, lint and types
 bench: $(STAMP)  ## throughput of four workloads on this machine (JSON, one line each)
 	$(PY) bench/workloads.py $(BENCH)
 	$(PY) -m pagemill bench offline --json --dtype bfloat16 $(foreach name,single chat prefix long,--workload $(BENCH)/$(name).jsonl)
+
+bench-scheduler: $(STAMP)  ## cost of scheduling and block work per step, by size of the pool
+	$(PY) bench/scheduler_cost.py
 
 # Where there is no .venv (a borrowed GPU machine), the machine's own Python and CUDA torch are used.
 gpu-check:  ## the Triton kernels on a real GPU

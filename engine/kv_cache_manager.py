@@ -13,6 +13,7 @@ written within one decision; the runner makes the moves in that order before it 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pagemill.engine.block_pool import NULL_BLOCK, BlockPool, PoolStatistics
@@ -369,7 +370,8 @@ class MissCounter:
         self.new = 0
         self.evicted = 0
         self.partial = 0
-        self._seen: dict[bytes, None] = {}
+        # Not a dict: taking its oldest key walks over all that were taken before.
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def count(self, missed: list[bytes], num_full: int, block_size: int, partial: int) -> None:
         """`missed`: names of the blocks that were not found; the first `num_full` of them are full blocks."""
@@ -381,4 +383,4 @@ class MissCounter:
                 self.new += block_size
                 self._seen[name] = None
                 if len(self._seen) > self.REMEMBERED:
-                    del self._seen[next(iter(self._seen))]
+                    self._seen.popitem(last=False)
