@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagemill.engine.acceptance import Acceptance, QueueCaps
 from pagemill.engine.assembly import EngineInfo, EngineParts, build
@@ -43,6 +43,8 @@ class _Live:
     request: Request
     prompt_tokens: int
     waits: bool = True
+    aborted: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,16 @@ class AsyncEngine:
 
     def abort(self, request_id: str, error: RequestError | None = None) -> None:
         """End a request within one step, as "cancelled", or as "error" with the error given. Unknown ids: no-op."""
-        if request_id in self._live:
+        live = self._live.get(request_id)
+        if live is not None:
+            live.aborted = True
             self._send(_Abort(request_id, error))
+
+    async def wait_until_gone(self, request_id: str) -> None:
+        """Return once an aborted request of this id has ended, so that the id can be submitted again."""
+        live = self._live.get(request_id)
+        if live is not None and live.aborted:
+            await live.gone.wait()
 
     @property
     def num_live(self) -> int:
@@ -269,12 +279,15 @@ class AsyncEngine:
                 self._waiting.remove(live.request)
             if output.final:
                 del self._live[output.request_id]
+                live.gone.set()
                 self._seats -= live.seats
             live.sink(output)
         self._update_room()
 
     def _die(self, failure: EngineDeadError) -> None:
         self._failure = failure
+        for live in self._live.values():
+            live.gone.set()
         self._live.clear()
         self._room.set()
         self._dead.set()

@@ -345,6 +345,8 @@ class Worker:
             seed=live.begun.seed,
         )
         live.prompt_tokens = len(request.prompt_token_ids)
+        # It may have come back from an engine that took it over: what ran of it here is on its way out.
+        await self._engine.wait_until_gone(live.request_id)
         if live.stopping is None and not live.detached:
             told = [choice.token_ids for choice in live.choices]
             time_left_s = live.expires_at - time.monotonic()

@@ -43,7 +43,10 @@ def test_add_rms_norm(cpu: CpuOps, dtype: torch.dtype, residual_dtype: torch.dty
     assert distance(norm, expected_norm) < TOLERANCE[dtype]
     assert torch.equal(residual, kept)
     if residual_dtype == dtype:
-        assert torch.equal(norm, cpu.rms_norm(total, weight, 1e-5))  # of the sum as it was rounded
+        # Of the sum as it was rounded. Two kernels, each free to add in an order of its own: a last bit may differ,
+        # which is a tenth of what the unrounded sum would differ by.
+        again = cpu.rms_norm(total, weight, 1e-5)
+        assert distance(norm, again) < (1e-6 if dtype == torch.float32 else 3e-4)
 
 
 def test_norm_of_zeros_and_of_nan(cpu: CpuOps) -> None:
