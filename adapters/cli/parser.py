@@ -9,7 +9,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from pagemill.adapters.cli.settings import Group, Setting, nearest, settings_table
 from pagemill.adapters.cli.simulate_flags import add_flags as add_simulate_flags
-from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 EPILOG = """\
 settings:
@@ -30,6 +30,10 @@ SETTING_PREFIX = "setting:"
 BODY_PREFIX = "body:"
 
 _SAMPLING_HELP = {
+    "n": "choices to generate from the prompt",
+    "beam_width": "search with so many beams and give the best n",
+    "length_penalty": "exponent of the length that a beam's log-probability is divided by",
+    "early_stopping": "when a beam search ends, as in transformers",
     "temperature": "0 is greedy; default 1",
     "top_k": "keep the k most likely tokens; default all",
     "top_p": "keep the smallest set of tokens with this probability; default 1",
@@ -186,17 +190,27 @@ def _submit(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object at the end")
     parser.add_argument("--timeout", type=float, metavar="S", help="give up waiting after S seconds")
     body = parser.add_argument_group("request")
-    body.add_argument("--model", dest=BODY_PREFIX + "model", help="served model name; default: what the queue serves")
-    body.add_argument("--priority", dest=BODY_PREFIX + "priority", type=int, help="0 high, 1 normal, 2 batch")
-    body.add_argument("--tenant", dest=BODY_PREFIX + "tenant", help="whose request this is")
-    body.add_argument("--ttl-ms", dest=BODY_PREFIX + "ttl_ms", type=int, help="deadline from acceptance")
-    body.add_argument("--cache-salt", dest=BODY_PREFIX + "cache_salt", help="share prefixes only within this salt")
     body.add_argument(
-        "--idempotency-key", dest=BODY_PREFIX + "idempotency_key", help="submitting again gives the same request"
+        "--model", dest=BODY_PREFIX + "model", metavar="NAME", help="served model name; default: what the queue serves"
+    )
+    body.add_argument(
+        "--priority", dest=BODY_PREFIX + "priority", type=int, metavar="0|1|2", help="0 high, 1 normal, 2 batch"
+    )
+    body.add_argument("--tenant", dest=BODY_PREFIX + "tenant", metavar="NAME", help="whose request this is")
+    body.add_argument("--ttl-ms", dest=BODY_PREFIX + "ttl_ms", type=int, metavar="MS", help="deadline from acceptance")
+    body.add_argument(
+        "--cache-salt", dest=BODY_PREFIX + "cache_salt", metavar="TEXT", help="share prefixes only within this salt"
+    )
+    body.add_argument(
+        "--idempotency-key",
+        dest=BODY_PREFIX + "idempotency_key",
+        metavar="KEY",
+        help="submitting again gives the same request",
     )
     section = parser.add_argument_group("decoding")
-    for name, hint in get_type_hints(SamplingParams).items():
-        _add_sampling(section, name, hint)
+    hints = get_type_hints(SamplingParams)
+    for name in SAMPLING_FIELDS:
+        _add_sampling(section, name, hints[name])
     _add_settings(parser, "queue", "process")
 
 
@@ -208,8 +222,14 @@ def _add_sampling(section: Any, name: str, hint: Any) -> None:
         section.add_argument(flag, dest=dest, action="append", metavar="TEXT", help=text)
     elif name == "stop_token_ids":
         section.add_argument(flag, dest=dest, type=_ids, metavar="IDS", help=text)
+    elif name == "early_stopping":
+        section.add_argument(flag, dest=dest, type=_early_stopping, metavar="true|false|never", help=text)
     else:
         section.add_argument(flag, dest=dest, type=float if hint is float else int, help=text, metavar="N")
+
+
+def _early_stopping(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text, text)
 
 
 def _ids(text: str) -> list[int]:
