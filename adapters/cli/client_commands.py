@@ -84,14 +84,15 @@ async def _cancel(args: argparse.Namespace, queue: QueueConfig) -> int:
 
 
 async def _show(handle: AsyncHandle, queue: QueueConfig, args: argparse.Namespace) -> int:
-    """Print the text as it comes, or the result as JSON. Raises `RequestFailed`, and `TimeoutError`."""
+    """Print the text as it comes, further choices after it, or the result as JSON. Raises `RequestFailed`, and
+    `TimeoutError`."""
     notice = asyncio.create_task(_notice(queue))
     begun = False
     try:
         async with asyncio.timeout(args.timeout):
             async for delta in handle:
                 notice.cancel()
-                if not args.json:
+                if not args.json and delta.index == 0:
                     begun = True
                     print(delta.text, end="", flush=True)
             result = await handle.result()
@@ -104,6 +105,9 @@ async def _show(handle: AsyncHandle, queue: QueueConfig, args: argparse.Namespac
             print()
     if args.json:
         print(_json(result))
+    else:
+        for choice in result.choices[1:]:
+            print(f"\n[{choice.index + 1}] {choice.text}")
     return 0
 
 

@@ -95,6 +95,14 @@ def test_submit_prints_the_text_and_nothing_else(served: Served) -> None:
     assert (result["state"], result["usage"]["completion_tokens"]) == ("completed", 8)
 
 
+def test_submit_prints_one_choice_after_the_other(served: Served) -> None:
+    options = ("--redis-url", served.url, "--n", "3", "--seed", "7", "--max-tokens", "6")
+    ran = pagemill("submit", "My name is", *options)
+    result = json.loads(pagemill("submit", "My name is", *options, "--json").stdout)
+    first, second, third = (choice["text"] for choice in result["choices"])
+    assert ran.stdout == f"{first}\n\n[2] {second}\n\n[3] {third}\n"
+
+
 def test_settings_of_the_environment_reach_a_client(served: Served) -> None:
     ran = pagemill("submit", "--chat", "Hi", "--max-tokens", "4", PAGEMILL_REDIS_URL=served.url)
     assert ran.returncode == 0, ran.stderr
