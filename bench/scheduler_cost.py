@@ -21,13 +21,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pagemill.engine.core import EngineCore
-from pagemill.engine.forecast import GrowthForecast
-from pagemill.engine.kv_cache_manager import KVCacheManager
-from pagemill.engine.lengths import OutputLengths
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler import Scheduler
 from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
+from pagemill.engine.wiring import make_scheduler
 
 TOKEN = 7
 WARM_UP = 20
@@ -62,12 +59,11 @@ class Case:
         self, requests: int, blocks: int, *, block_size: int, prompt: int, output: int, turnover: bool
     ) -> None:
         self._prompt, self._output, self._turnover, self._made = prompt, output, turnover, 0
-        cache = KVCacheManager(blocks + 1, block_size)
-        self.scheduler = Scheduler(
-            cache,
+        self.scheduler = make_scheduler(
+            num_blocks=blocks + 1,
+            block_size=block_size,
             max_num_seqs=requests,
             max_num_batched_tokens=max(8192, requests * 2),
-            forecast=GrowthForecast(OutputLengths(), num_blocks=blocks, block_size=block_size),
         )
         self.core = EngineCore(self.scheduler, InstantModel(), None, [0])
         for number in range(requests):

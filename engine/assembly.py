@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from pagemill.engine.admission import Limits
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.core import EngineCore
-from pagemill.engine.forecast import GrowthForecast
-from pagemill.engine.kv_cache_manager import KVCacheManager
-from pagemill.engine.lengths import OutputLengths
 from pagemill.engine.loader import Progress, no_progress, resolve_model
 from pagemill.engine.model_runner import ModelRunner
-from pagemill.engine.policy import make_queue
-from pagemill.engine.preemption import PreemptionCost
-from pagemill.engine.scheduler import Scheduler
 from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.wiring import make_scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +52,21 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         runner = ModelRunner(config, folder, progress)
         tokenizer = None if reading is None else reading.result()
     spec = runner.spec
-    cache = KVCacheManager(
-        runner.num_blocks,
-        config.block_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        model_name=config.model_name,
+    scheduler = make_scheduler(
+        num_blocks=runner.num_blocks,
+        block_size=config.block_size,
         num_host_blocks=runner.num_host_blocks,
         sliding_window=spec.sliding_window or 0,
-    )
-    scheduler = Scheduler(
-        cache,
+        enable_prefix_caching=config.enable_prefix_caching,
+        model_name=config.model_name,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=runner.max_num_batched_tokens,
-        reserve=config.admission == "reserve",
+        admission=config.admission,
         preemption_mode=config.preemption_mode,
-        cost=PreemptionCost(block_s=runner.measure_move_s()),
-        queue=make_queue(config.scheduling_policy, time.monotonic),
-        forecast=GrowthForecast(
-            OutputLengths(),
-            num_blocks=cache.num_usable,
-            block_size=config.block_size,
-            sliding_window=spec.sliding_window or 0,
-        ),
+        scheduling_policy=config.scheduling_policy,
+        block_move_s=runner.measure_move_s(),
     )
+    num_blocks = scheduler.cache.num_usable
     info = EngineInfo(
         model_name=config.model_name,
         dtype=runner.dtype_name,
@@ -88,7 +74,7 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         vocab_size=spec.vocab_size,
         max_model_len=runner.max_model_len,
         block_size=config.block_size,
-        num_blocks=cache.num_usable,
+        num_blocks=num_blocks,
         bytes_per_block=runner.bytes_per_block,
         eos_token_ids=tuple(sorted(spec.eos_token_ids)),
     )
@@ -96,7 +82,7 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         vocab_size=spec.vocab_size,
         max_model_len=runner.max_model_len,
         block_size=config.block_size,
-        num_blocks=cache.num_usable,
+        num_blocks=num_blocks,
         default_max_tokens=config.default_max_tokens,
         max_num_seqs=min(config.max_num_seqs, runner.max_num_batched_tokens),
     )

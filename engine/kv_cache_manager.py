@@ -153,6 +153,7 @@ class KVCacheManager:
 
     def count_hit(self, request: Request) -> None:
         """Enter the request's first admission into the prefix cache's record."""
+        request.num_cached_tokens = request.num_computed_tokens
         self._queried += request.num_tokens
         self._hit += request.num_computed_tokens
         missed = request.num_tokens - request.num_computed_tokens

@@ -29,21 +29,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 
 from pagemill.engine import preemption
 from pagemill.engine.config import PreemptionMode
 from pagemill.engine.forecast import SAMPLE, GrowthForecast, Outlook, StepTimes
 from pagemill.engine.kv_cache_manager import CacheStatistics, KVCacheManager, PrefixMatch
-from pagemill.engine.policy import Backlog, FcfsQueue, WaitingQueue
+from pagemill.engine.policy import FcfsQueue, WaitingQueue
 from pagemill.engine.preemption import PreemptionCost, choose_victim
+from pagemill.engine.promises import Promises
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.scheduler_output import ScheduledSequence, SchedulerOutput
+from pagemill.engine.waiting_line import WaitingLine
 
-WATERMARK = 0.01  # share of the pool that an admission leaves free while others run, for their next tokens
 CHARGED_TOKENS = 16  # output tokens are told to the policy so many at a time
-LOOKED_AT = 8  # candidates that are asked for at a time
-PASSED_OVER = 64  # waiting requests looked at behind one that waits for its prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +79,16 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.cost = cost or PreemptionCost()
-        self._reserve = reserve
+        self.promises = Promises(cache, forecast, reserve=reserve)
+        self.step_times = StepTimes()
         self._mode: PreemptionMode = preemption_mode
         self._budget = max_num_batched_tokens
-        self._max_running = max_num_seqs
+        self._max_seats = min(max_num_seqs, max_num_batched_tokens)
         self._chunk_cap = max(1, max_num_batched_tokens // 2)
-        self._watermark = max(1, int(cache.num_usable * WATERMARK))
         self._clock = clock
         self._running: dict[Request, None] = {}
-        self._preempted: dict[Request, None] = {}
-        self._waiting: WaitingQueue = queue if queue is not None else FcfsQueue()
-        self._waiting_tokens = 0
-        self._forecast = forecast
-        self.step_times = StepTimes()
+        self._queue: WaitingQueue = queue if queue is not None else FcfsQueue()
+        self._waiting = WaitingLine(self._queue)
         self._seats = 0  # taken by the running ones
         self._last_victim: Request | None = None
         self._step = 0
@@ -110,9 +105,8 @@ class Scheduler:
         """Queue a request that `admission.check_request` has let pass."""
         request.status = RequestStatus.WAITING
         request.arrived_at = self._clock()
-        request.is_reserved = request.is_reserved or self._reserve
+        self.promises.enter(request)
         self._waiting.add(request)
-        self._waiting_tokens += request.num_tokens
 
     def can_hold(self, request: Request) -> bool:
         """Whether the pool is large enough for what the request has generated so far."""
@@ -121,7 +115,7 @@ class Scheduler:
     def fork(self, origin: Request, fork: Request) -> None:
         """Let `fork` run on from where `origin` is, on the same blocks, in one of the seats that it holds."""
         assert origin in self._running and origin.seats > 1
-        promise = self._fork_promise(origin, origin.seats)
+        promise = self.promises.for_fork(origin, origin.seats)
         origin.seats -= 1
         self._continue(origin, fork, promise)
 
@@ -144,7 +138,7 @@ class Scheduler:
                 self.finish(beam)
         going_on = [*kept, *(fork for _, fork in forks)]
         for index, request in enumerate(going_on):
-            self.cache.promise(request, self._fork_promise(request, len(going_on) - index))
+            self.cache.promise(request, self.promises.for_fork(request, len(going_on) - index))
 
     def finish(self, request: Request, *, ended: bool = False) -> bool:
         """The request ends here, in whatever state it is; its blocks go back. False if it has ended already.
@@ -154,15 +148,11 @@ class Scheduler:
         if request in self._running:
             del self._running[request]
             self._seats -= request.seats
-        elif request in self._preempted:
-            del self._preempted[request]
-        elif self._waiting.remove(request):
-            self._waiting_tokens -= request.num_tokens
-        else:
+        elif not self._waiting.remove(request):
             return False
-        if self._forecast is not None and request.started_at is not None:
-            self._forecast.learn(request, ended=ended)
-        self._waiting.charge(request, output_tokens=len(request.output_token_ids) % CHARGED_TOKENS)
+        if self.promises.forecast is not None and request.started_at is not None:
+            self.promises.forecast.learn(request, ended=ended)
+        self._queue.charge(request, output_tokens=len(request.output_token_ids) % CHARGED_TOKENS)
         self.cache.free(request)
         request.status = RequestStatus.FINISHED
         if self._last_victim is request:
@@ -171,7 +161,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._running or self._preempted or len(self._waiting))
+        return bool(self._running) or len(self._waiting) > 0
 
     @property
     def num_running(self) -> int:
@@ -179,11 +169,11 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._preempted)
+        return len(self._waiting)
 
     def requests(self) -> list[Request]:
         """Every live sequence."""
-        return [*self._running, *self._preempted, *self._waiting]
+        return [*self._running, *self._waiting]
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -230,7 +220,7 @@ class Scheduler:
         now = self._clock()
         request.output_token_ids.append(token_id)
         if len(request.output_token_ids) % CHARGED_TOKENS == 0:
-            self._waiting.charge(request, output_tokens=CHARGED_TOKENS)
+            self._queue.charge(request, output_tokens=CHARGED_TOKENS)
         if request.first_token_at is None:
             request.first_token_at = now
         if request.preempted_at is not None:
@@ -297,9 +287,7 @@ class Scheduler:
             victim.preempted_at = self._clock()
         self._preemptions += 1
         self._last_victim = victim
-        self._preempted[victim] = None
-        if len(self._preempted) > 1:
-            self._preempted = dict.fromkeys(sorted(self._preempted, key=lambda request: request.arrived_at))
+        self._waiting.put_back(victim)
 
     def _swaps_out(self, victim: Request) -> bool:
         if self._mode == "recompute" or not self.cache.can_swap_out(victim):
@@ -308,91 +296,35 @@ class Scheduler:
         return self._mode == "swap" or self.cost.prefers_swap(victim.num_computed_tokens, blocks)
 
     def _admit(self, chunks: list[ScheduledSequence], budget: int, cap: int, output: SchedulerOutput) -> int:
-        """Admit from the head of the queue while budget, seats and blocks last. Returns the budget left."""
-        seats = min(self._max_running, self._budget)
-        if budget == 0 or self._seats >= seats or not self.num_waiting:
+        """Admit from the head of the line while budget, seats and blocks last. Returns the budget left."""
+        if budget == 0 or self._seats >= self._max_seats or not len(self._waiting):
             return budget
-        if self._forecast is not None:
-            self._forecast.refresh(self._step, self._running, self._num_committed)
-        for queue in (self._preempted, self._waiting):
-            passed = 0  # that wait for their prefix
-            while passed < PASSED_OVER and (candidates := self._candidates(queue, passed, LOOKED_AT)):
-                for request in candidates:
-                    if budget == 0 or self._seats + request.seats > seats:
-                        return budget
-                    match = PrefixMatch() if request.host_blocks else self.cache.match(request)
-                    if match.waits:
-                        passed += 1
-                    elif self._start(request, match, output):
-                        budget -= self._add_chunk(chunks, request, min(budget, cap), output)
-                    else:
-                        return budget
-            if passed:
-                return budget
+        self.promises.refresh(self._step, self._running)
+        for request in self._waiting.candidates():
+            if budget == 0 or self._seats + request.seats > self._max_seats:
+                break
+            match = PrefixMatch() if request.host_blocks else self.cache.match(request)
+            if match.waits:
+                continue
+            if not self.promises.start(request, match, output.moves, alone=not self._running):
+                break
+            self._enter(request)
+            budget -= self._add_chunk(chunks, request, min(budget, cap), output)
         return budget
 
-    def _candidates(self, queue: object, passed: int, count: int) -> list[Request]:
-        """The next `count` of a queue, behind those passed over."""
-        if queue is self._waiting:
-            return self._waiting.candidates(passed + count)[passed:]
-        return list(islice(self._preempted, passed, passed + count))
-
-    def _start(self, request: Request, match: PrefixMatch, output: SchedulerOutput) -> bool:
-        """Take a queued request into the batch if its promise and the watermark fit."""
-        promise = self._promise(request)
-        if not self.cache.can_start(match, promise, self._watermark_for(request)):
-            return False
-        committed = self._num_committed
-        if request.host_blocks:
-            self.cache.swap_in(request, promise, output.moves)
-        else:
-            self.cache.start(request, match, promise)
-        committed = self._num_committed - committed
-        if request in self._preempted:
-            del self._preempted[request]
-        else:
-            self._waiting.remove(request)
-            self._waiting_tokens -= request.num_tokens
+    def _enter(self, request: Request) -> None:
+        """Take a queued request that has its blocks into the batch."""
+        self._waiting.remove(request)
         self._running[request] = None
         self._seats += request.seats
-        self._enter(request)
-        if self._forecast is not None:
-            self._forecast.admit(request, committed)
-        return True
-
-    @property
-    def _num_committed(self) -> int:
-        """Blocks used or promised."""
-        return self.cache.num_usable - self.cache.num_available
-
-    def _watermark_for(self, request: Request) -> int:
-        """Blocks that must stay free if the request is admitted beside those that run."""
-        if not self._running or self._reserve:
-            return 0  # there is nobody, or all that anybody may need is promised
-        if self._forecast is None:
-            return self._watermark
-        return max(self._watermark, self._forecast.watermark(request, self._num_committed))
-
-    def _promise(self, request: Request) -> int:
-        """Blocks promised at admission: for all of its tokens and the next, and a copy of the last block for each other
-        seat; or for its whole need when it is reserved."""
-        blocks_for = self.cache.blocks_for
-        if not request.is_reserved:
-            wanted = blocks_for(min(request.num_tokens + 1, request.max_slots)) + request.seats - 1
-            return min(wanted, self.cache.num_usable)
-        whole = blocks_for(request.max_slots)
-        if request.seats > 1:
-            now = blocks_for(request.num_tokens)
-            whole = now + request.seats * (whole - now + 1)
-        return min(whole, self.cache.num_usable)
-
-    def _fork_promise(self, request: Request, sharers: int) -> int:
-        """What a sequence that shares its last block is promised: a copy of that; when reserved, all it may need, or
-        where the pool has less, its share of that: of so many that share it none is to end long before the others."""
-        if not request.is_reserved:
-            return min(1, request.promised_blocks)
-        whole = self.cache.blocks_for(request.max_slots) - len(request.block_table) + 1
-        return min(whole, (self.cache.num_available + request.promised_blocks) // sharers)
+        request.status = RequestStatus.RUNNING
+        if request.started_at is None:
+            request.started_at = self._clock()
+            self._queue.charge(request, prompt_tokens=request.num_tokens - request.num_computed_tokens)
+        recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
+        request.num_recomputed_tokens += recomputed
+        self._recomputed += recomputed
+        request.num_lost_tokens = 0
 
     def _continue(self, origin: Request, fork: Request, promise: int) -> None:
         self.cache.fork(origin, fork, promise)
@@ -401,18 +333,6 @@ class Scheduler:
         fork.arrived_at, fork.started_at = origin.arrived_at, origin.started_at
         fork.first_token_at = origin.first_token_at
         self._running[fork] = None
-
-    def _enter(self, request: Request) -> None:
-        request.status = RequestStatus.RUNNING
-        if request.started_at is None:
-            request.started_at = self._clock()
-            request.num_cached_tokens = request.num_computed_tokens
-            self.cache.count_hit(request)
-            self._waiting.charge(request, prompt_tokens=request.num_tokens - request.num_computed_tokens)
-        recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
-        request.num_recomputed_tokens += recomputed
-        self._recomputed += recomputed
-        request.num_lost_tokens = 0
 
     def _add_chunk(self, chunks: list[ScheduledSequence], request: Request, limit: int, output: SchedulerOutput) -> int:
         """Schedule up to `limit` tokens of a prefill. Returns how many."""
@@ -437,23 +357,23 @@ class Scheduler:
 
     def outlook(self) -> Outlook | None:
         """When those who wait will have been admitted. None: nobody waits, or it cannot be told yet."""
-        if self._forecast is None or not self.num_waiting:
+        forecast = self.promises.forecast
+        if forecast is None or not len(self._waiting):
             return None
-        self._forecast.refresh(self._step, self._running, self._num_committed)
-        tokens = sum(request.num_tokens for request in self._preempted)
-        return self._forecast.outlook(
-            self._waiting.candidates(SAMPLE) or list(self._preempted),
+        self.promises.refresh(self._step, self._running)
+        return forecast.outlook(
+            self._waiting.sample(SAMPLE),
             self.step_times,
-            waiting=Backlog(self.num_waiting, tokens + self._waiting_tokens),
-            max_running=min(self._max_running, self._budget),
+            waiting=self._waiting.backlog,
+            max_running=self._max_seats,
             step_tokens=self._budget,
         )
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
             running=len(self._running),
-            waiting=len(self._waiting),
-            preempted=len(self._preempted),
+            waiting=len(self._queue),
+            preempted=len(self._waiting.preempted),
             steps=self._step,
             scheduled_tokens=self._scheduled_tokens,
             preemptions=self._preemptions,
@@ -467,9 +387,9 @@ class Scheduler:
     def check(self) -> None:
         """Assert every invariant of scheduler, promises and pool. O(pool)."""
         self.cache.check(self.requests())
-        for request in (*self._waiting, *self._preempted):
+        for request in self._waiting:
             assert not request.block_table.block_ids, f"{request.request_id} holds blocks without running"
             assert request.promised_blocks == request.num_computed_tokens == 0
             assert not request.host_blocks or request.status is RequestStatus.SWAPPED
         assert self._seats == sum(request.seats for request in self._running), "seats do not add up"
-        assert len(self._running) <= self._seats <= min(self._max_running, self._budget)
+        assert len(self._running) <= self._seats <= self._max_seats

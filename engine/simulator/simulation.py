@@ -16,15 +16,10 @@ from pagemill.engine.acceptance import Acceptance, QueueCaps
 from pagemill.engine.admission import Limits, check_request, resolve_max_tokens
 from pagemill.engine.core import EngineCore
 from pagemill.engine.errors import RequestError
-from pagemill.engine.forecast import GrowthForecast, Outlook
-from pagemill.engine.kv_cache_manager import KVCacheManager
-from pagemill.engine.lengths import OutputLengths
+from pagemill.engine.forecast import Outlook
 from pagemill.engine.outputs import SequenceOutput
-from pagemill.engine.policy import make_queue
-from pagemill.engine.preemption import PreemptionCost
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler import Scheduler
 from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
 from pagemill.engine.simulator.arrivals import Arrivals, Feed
 from pagemill.engine.simulator.device import StepLoad
@@ -33,6 +28,7 @@ from pagemill.engine.simulator.result import Result
 from pagemill.engine.simulator.setup import Progress, Setup
 from pagemill.engine.simulator.tokens import END_TOKEN, VOCABULARY, TokenRuns
 from pagemill.engine.simulator.trace import Trace
+from pagemill.engine.wiring import make_scheduler
 
 OUTLOOK_S = 0.1  # how often the asynchronous engine works out when those who wait will start
 
@@ -67,23 +63,20 @@ class Simulation:
         self._deadlines: deque[tuple[float, str]] = deque()  # by time, as everybody has as long
         settings = setup.to_dict() | {"arrivals": str(arrivals)}
         self._recorder = Recorder("pagemill", trace, settings, setup.num_blocks * setup.block_size)
-        self._cache = KVCacheManager(
-            setup.num_blocks + 1,
-            setup.block_size,
-            enable_prefix_caching=setup.enable_prefix_caching,
+        self._scheduler = make_scheduler(
+            num_blocks=setup.num_blocks + 1,
+            block_size=setup.block_size,
             num_host_blocks=setup.num_host_blocks,
-        )
-        self._scheduler = Scheduler(
-            self._cache,
+            enable_prefix_caching=setup.enable_prefix_caching,
             max_num_seqs=setup.seats,
             max_num_batched_tokens=setup.budget,
-            reserve=setup.admission == "reserve",
+            admission=setup.admission,
             preemption_mode=setup.preemption_mode,
-            cost=PreemptionCost(block_s=self._timing.move * setup.block_size),
-            queue=make_queue(setup.scheduling_policy, self._clock),
-            forecast=GrowthForecast(OutputLengths(), num_blocks=setup.num_blocks, block_size=setup.block_size),
+            scheduling_policy=setup.scheduling_policy,
+            block_move_s=self._timing.move * setup.block_size,
             clock=self._clock,
         )
+        self._cache = self._scheduler.cache
         self._acceptance = Acceptance(QueueCaps(setup.max_waiting_requests, setup.max_waiting_prompt_tokens))
         self._outlook: Outlook | None = None
         self._outlook_at = 0.0

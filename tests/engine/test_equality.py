@@ -107,7 +107,7 @@ def engine(path: Path, **settings: object) -> EngineParts:
 def pressed(path: Path, **settings: object) -> EngineParts:
     """An engine that admits without looking ahead, so that a small pool preempts."""
     parts = engine(path, **settings)
-    parts.core.scheduler._forecast = None
+    parts.core.scheduler.promises.forecast = None
     return parts
 
 

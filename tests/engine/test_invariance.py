@@ -49,7 +49,7 @@ def engine(path: Path, **settings: Any) -> EngineParts:
         "num_blocks_override": 2000,
     }
     parts = build(EngineConfig(**(fields | settings)))
-    parts.core.scheduler._forecast = None  # admit without foresight, so that a small pool preempts
+    parts.core.scheduler.promises.forecast = None  # admit without foresight, so that a small pool preempts
     return parts
 
 
