@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 _MODELS = {
     "LlamaForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
     "MistralForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
+    "Qwen2ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
+    "Qwen3ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
+    "SmolLM3ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
     "OPTForCausalLM": ("pagemill.engine.models.opt", "OPTModel"),
 }
 

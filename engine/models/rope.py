@@ -13,13 +13,13 @@ from pagemill.engine.models.spec import ConfigReader
 def inverse_frequencies(config: ConfigReader, head_dim: int, longest: int) -> torch.Tensor:
     """float32 [head_dim / 2], from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
-    `longest` stands in for Llama 3's original_max_position_embeddings. Raises `ConfigError` on any other scaling.
+    `longest` stands in for Llama 3's original_max_position_embeddings. Raises `UnfollowedError` on any other scaling.
     """
     rope = config.table("rope_parameters") or config.table("rope_scaling") or {}
     theta = config.number_in(rope, "rope_theta", config.number("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type")) or "default"
     if config.number_in(rope, "partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise config.error("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
+        raise config.unfollowed("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (theta**exponents)
     if kind == "default":
@@ -28,7 +28,7 @@ def inverse_frequencies(config: ConfigReader, head_dim: int, longest: int) -> to
         return frequencies / config.number_in(rope, "factor")
     if kind == "llama3":
         return _llama3(config, rope, frequencies, longest)
-    raise config.error(f"rope scaling {kind!r} is not supported; supported are default, linear and llama3")
+    raise config.unfollowed(f"rope scaling {kind!r} is not supported; supported are default, linear and llama3")
 
 
 def _llama3(config: ConfigReader, rope: dict[str, Any], frequencies: torch.Tensor, longest: int) -> torch.Tensor:

@@ -34,6 +34,10 @@ class ModelSpec:
     sliding_window: int | None = None
 
 
+class UnfollowedError(ConfigError):
+    """config.json asks for something that this native model does not compute; transformers' own model may."""
+
+
 class ConfigReader:
     """Typed access to config.json. Every method raises `ConfigError`, naming file and field, on a bad value."""
 
@@ -43,6 +47,9 @@ class ConfigReader:
 
     def error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._where}: {message}")
+
+    def unfollowed(self, message: str) -> UnfollowedError:
+        return UnfollowedError(f"{self._where}: {message}")
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer. A null or missing field is `default`; without one it is an error."""
@@ -82,8 +89,18 @@ class ConfigReader:
         if value is None:
             return default
         if value not in allowed:
-            raise self.error(f"{name} {value!r} is not supported; supported are {', '.join(allowed)}")
+            raise self.unfollowed(f"{name} {value!r} is not supported; supported are {', '.join(allowed)}")
         return str(value)
+
+    def for_each_layer(self, name: str, layers: int, allowed: tuple[Any, ...]) -> list[Any]:
+        """A list with one of the allowed values for each layer."""
+        value = self._config.get(name)
+        if not isinstance(value, list) or len(value) != layers:
+            raise self.error(f"{name} must have one entry for each of the {layers} layers, got {value!r}")
+        for item in value:
+            if item not in allowed:
+                raise self.unfollowed(f"{name} {item!r} is not supported; supported are {', '.join(map(str, allowed))}")
+        return value
 
     def table(self, name: str) -> dict[str, Any] | None:
         value = self._config.get(name)

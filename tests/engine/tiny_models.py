@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from pagemill.engine.model_runner import ModelRunner
 from pagemill.engine.request import Request
@@ -36,11 +45,16 @@ def _llama(**changes: Any) -> PreTrainedConfig:
     return LlamaConfig(**shape | changes)
 
 
-def _mistral(**changes: Any) -> PreTrainedConfig:
-    fields = _llama(**changes).to_dict()
-    for name in ("model_type", "architectures", "attention_bias", "mlp_bias", "pretraining_tp"):
+def _as(kind: type[PreTrainedConfig], **changes: Any) -> PreTrainedConfig:
+    """The tiny Llama's shape as another member of its family."""
+    fields = _llama().to_dict()
+    for name in ("model_type", "architectures", "attention_bias", "mlp_bias", "pretraining_tp", "head_dim"):
         fields.pop(name, None)
-    return MistralConfig(**fields)
+    return kind(**fields | changes)
+
+
+def _mistral(**changes: Any) -> PreTrainedConfig:
+    return _as(MistralConfig, **changes)
 
 
 def _opt(**changes: Any) -> PreTrainedConfig:
@@ -78,6 +92,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-linear-rope": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0}),
     "mistral-window": lambda: _mistral(sliding_window=8, head_dim=16),
     "mistral-no-window": lambda: _mistral(sliding_window=None, head_dim=24),
+    "qwen2": lambda: _as(Qwen2Config),
+    "qwen2-tied-some-windows": lambda: _as(
+        Qwen2Config, tie_word_embeddings=True, use_sliding_window=True, sliding_window=8, max_window_layers=1
+    ),
+    "qwen3": lambda: _as(Qwen3Config, head_dim=24),
+    "smollm3": lambda: _as(SmolLM3Config, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=12),
     "opt-norm-before": _opt,
     "opt-norm-after-projected": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=32),
     "opt-bare": lambda: _opt(enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu"),
