@@ -7,7 +7,7 @@ the model's dtype (float32, bfloat16; on CUDA also float16) and lie on the back 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,6 +55,106 @@ class SampleBatch:
             np.zeros(rows, np.int64),
             np.zeros(rows, np.int32),
         )
+
+
+def _none(dtype: Any, *shape: int) -> Any:
+    return field(default_factory=lambda: np.zeros(shape or (0,), dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """What is done to R rows of logits [R, V] before they are sampled, in this order. A row not named is left alone.
+
+    1. masks: mask_rows int32 [M], strictly increasing; masks uint32 [M, ceil(V / 32)], where bit t % 32 of word t // 32
+       says that token t may stay. Others become -inf.
+    2. bans: the logit of ban_ids int32 [B] in rows ban_rows int32 [B] becomes -inf.
+    3. biases: bias float32 [N] is added to the logit of bias_ids int32 [N] in rows bias_rows int32 [N]. No (row, id)
+       comes twice.
+    4. penalties: for each of penalty_rows int32 [P] (none twice) the entries starts[i] .. starts[i + 1] of ids and
+       counts, int32 [Q], list the distinct tokens of its prompt and output and how often each is in the output (0: only
+       in the prompt). repetition, presence, frequency are float32 [P]. A positive logit of a listed token is divided by
+       the repetition penalty, another multiplied by it; then frequency * count is subtracted, and presence where count
+       is not 0.
+
+    Ids outside the vocabulary are skipped: refusing them is for whoever knows the request. Construction raises
+    ValueError where types or lengths do not fit each other. `LogitEdits()` is no edit at all.
+    """
+
+    mask_rows: npt.NDArray[np.int32] = _none(np.int32)
+    masks: npt.NDArray[np.uint32] = _none(np.uint32, 0, 0)
+    ban_rows: npt.NDArray[np.int32] = _none(np.int32)
+    ban_ids: npt.NDArray[np.int32] = _none(np.int32)
+    bias_rows: npt.NDArray[np.int32] = _none(np.int32)
+    bias_ids: npt.NDArray[np.int32] = _none(np.int32)
+    bias: npt.NDArray[np.float32] = _none(np.float32)
+    penalty_rows: npt.NDArray[np.int32] = _none(np.int32)
+    repetition: npt.NDArray[np.float32] = _none(np.float32)
+    presence: npt.NDArray[np.float32] = _none(np.float32)
+    frequency: npt.NDArray[np.float32] = _none(np.float32)
+    starts: npt.NDArray[np.int32] = _none(np.int32, 1)
+    ids: npt.NDArray[np.int32] = _none(np.int32)
+    counts: npt.NDArray[np.int32] = _none(np.int32)
+
+    def __post_init__(self) -> None:
+        for name, like, dtype in _EDIT_COLUMNS:
+            column, length = getattr(self, name), len(getattr(self, like))
+            if column.dtype != dtype or column.shape != (length,):
+                got = f"{column.dtype} {list(column.shape)}"
+                raise ValueError(f"{name} must be {np.dtype(dtype)} [{length}], as long as {like}, got {got}")
+        if self.masks.dtype != np.uint32 or self.masks.ndim != 2 or len(self.masks) != len(self.mask_rows):
+            raise ValueError(f"masks must be uint32, one row for each of mask_rows, got {self.masks.dtype}")
+        starts = self.starts
+        if starts.dtype != np.int32 or starts.shape != (len(self.penalty_rows) + 1,):
+            raise ValueError(f"starts must be int32 [{len(self.penalty_rows) + 1}], got {starts.dtype} {starts.shape}")
+        if starts[0] != 0 or starts[-1] != len(self.ids) or (starts[1:] < starts[:-1]).any():
+            raise ValueError(f"starts must rise from 0 to the {len(self.ids)} ids, got {starts.tolist()}")
+        if (self.mask_rows[1:] <= self.mask_rows[:-1]).any():
+            raise ValueError(f"mask_rows must be strictly increasing, got {self.mask_rows.tolist()}")
+        if len(set(self.penalty_rows.tolist())) < len(self.penalty_rows):
+            raise ValueError(f"no row may be penalised twice, got {self.penalty_rows.tolist()}")
+
+    def check_fit(self, rows: int, vocab_size: int) -> None:
+        """Raises ValueError where a row is none of logits [rows, vocab_size], or a mask is not as wide."""
+        for name in ("mask_rows", "ban_rows", "bias_rows", "penalty_rows"):
+            named = getattr(self, name)
+            if len(named) and (named.min() < 0 or named.max() >= rows):
+                raise ValueError(f"{name} must lie in 0 .. {rows - 1}, got {named.min()} .. {named.max()}")
+        words = -(-vocab_size // 32)
+        if len(self.mask_rows) and self.masks.shape[1] != words:
+            raise ValueError(f"masks of {vocab_size} tokens take {words} words, got {self.masks.shape[1]}")
+
+
+_EDIT_COLUMNS: tuple[tuple[str, str, Any], ...] = (  # name, which other is as long, type
+    ("mask_rows", "mask_rows", np.int32),
+    ("ban_rows", "ban_rows", np.int32),
+    ("ban_ids", "ban_rows", np.int32),
+    ("bias_rows", "bias_rows", np.int32),
+    ("bias_ids", "bias_rows", np.int32),
+    ("bias", "bias_rows", np.float32),
+    ("penalty_rows", "penalty_rows", np.int32),
+    ("repetition", "penalty_rows", np.float32),
+    ("presence", "penalty_rows", np.float32),
+    ("frequency", "penalty_rows", np.float32),
+    ("ids", "ids", np.int32),
+    ("counts", "ids", np.int32),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Log-probabilities of L rows, tensors on the device of their logits.
+
+    chosen float32 [L]: of the token asked for; rank int64 [L]: 1 for the likeliest, else 1 + the number of likelier
+    tokens; ids int64 [L, top] and values float32 [L, top]: the likeliest tokens, best first, the lowest id first in
+    ties. What is not there is NaN, rank 0 or id -1: the chosen one where no token was asked for (id outside the
+    vocabulary), all of a row that is no distribution (it holds NaN or +inf, or only -inf), and columns past the
+    vocabulary.
+    """
+
+    chosen: torch.Tensor
+    rank: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
 
 
 class PreparedLinear(Protocol):
@@ -123,6 +223,17 @@ class Ops(Protocol):
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         """Copy whole blocks of the pool, pairs int64 [n, 2] of (source, destination). All reads come before writes."""
+        ...
+
+    def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
+        """Apply edits to logits float32 [R, V] in place; rows that no edit names are not even read.
+
+        Rows may be parts of longer ones. Raises ValueError where the edits do not fit the shape.
+        """
+        ...
+
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> TopLogprobs:
+        """Log-softmax of logits float32 [L, V] at token_ids int64 [L] (-1: none) and at the `top` >= 0 likeliest."""
         ...
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.ops import SampleBatch
+from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
 from pagemill.kernels.rng import gumbel, token_bits
 
 
@@ -102,10 +102,63 @@ class ReferenceOps:
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         pool[pairs[:, 1]] = pool[pairs[:, 0]]
 
+    def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
+        rows, vocab_size = logits.shape
+        edits.check_fit(rows, vocab_size)
+        named = np.concatenate((edits.mask_rows, edits.ban_rows, edits.bias_rows, edits.penalty_rows))
+        for index in np.unique(named).tolist():
+            row = logits[index].cpu().numpy().copy()
+            edit_row(row, edits, index)
+            logits[index] = torch.from_numpy(row)
+
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> TopLogprobs:
+        rows, vocab_size = logits.shape
+        highest = logits.amax(dim=1, keepdim=True)
+        sound = highest.isfinite()  # NaN and both infinities are not
+        exact = torch.where(sound, logits.double(), torch.nan)
+        logprobs = exact - exact.logsumexp(dim=1, keepdim=True)
+        asked = sound[:, 0] & (token_ids >= 0) & (token_ids < vocab_size)
+        at = token_ids.clamp(0, vocab_size - 1).unsqueeze(1)
+        rank = (logits > logits.gather(1, at)).sum(dim=1) + 1
+        listed = min(top, vocab_size)
+        ids = torch.full((rows, top), -1, dtype=torch.int64, device=logits.device)
+        values = torch.full((rows, top), torch.nan, dtype=torch.float32, device=logits.device)
+        best = logits.sort(dim=1, descending=True, stable=True).indices[:, :listed]
+        ids[:, :listed] = torch.where(sound, best, -1)
+        values[:, :listed] = logprobs.gather(1, best).float()
+        return TopLogprobs(
+            torch.where(asked, logprobs.gather(1, at).squeeze(1), torch.nan).float(),
+            torch.where(asked, rank, 0),
+            ids,
+            values,
+        )
+
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         rows = logits.detach().float().cpu().numpy()
         chosen = [sample_row(row, batch, index) for index, row in enumerate(rows)]
         return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
+
+
+def edit_row(row: npt.NDArray[np.float32], edits: LogitEdits, index: int) -> None:
+    """Apply to one row of logits [V], in place, what `edits` say of row `index`."""
+    vocab = np.arange(row.size)
+    for mask in edits.masks[edits.mask_rows == index]:
+        row[(mask[vocab // 32] >> (vocab % 32).astype(np.uint32)) & 1 == 0] = -np.inf
+    for token in edits.ban_ids[edits.ban_rows == index].tolist():
+        if 0 <= token < row.size:
+            row[token] = -np.inf
+    biased = edits.bias_rows == index
+    for token, bias in zip(edits.bias_ids[biased].tolist(), edits.bias[biased], strict=True):
+        if 0 <= token < row.size:
+            row[token] += bias
+    for entry in np.flatnonzero(edits.penalty_rows == index).tolist():
+        repetition, presence = float(edits.repetition[entry]), float(edits.presence[entry])
+        listed = slice(edits.starts[entry], edits.starts[entry + 1])
+        for token, count in zip(edits.ids[listed].tolist(), edits.counts[listed].tolist(), strict=True):
+            if 0 <= token < row.size:
+                logit = float(row[token])
+                logit = logit / repetition if logit > 0 else logit * repetition
+                row[token] = logit - float(edits.frequency[entry]) * count - presence * (count > 0)
 
 
 def sample_row(row: npt.NDArray[np.float32], batch: SampleBatch, index: int) -> int:

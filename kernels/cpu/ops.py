@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pagemill.kernels.cpu import attention, elementwise, sampler
+from pagemill.kernels.cpu import attention, edit, elementwise, logprobs, sampler
 from pagemill.kernels.cpu.jit import keep_compiled
 from pagemill.kernels.cpu.linear import CpuLinear, prepare_linear
 from pagemill.kernels.cpu.plan import attention_items
@@ -15,7 +16,8 @@ from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
-from pagemill.kernels.ops import SampleBatch
+from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
+from pagemill.kernels.reference import ReferenceOps
 
 # Elements below which a second thread costs more to start than it saves.
 _PARALLEL_ELEMENTS = 16384
@@ -53,6 +55,22 @@ def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
     return tensor.data_ptr(), max(row, heads * dim)
 
 
+def _logits(logits: torch.Tensor) -> tuple[int, int]:
+    """The address of logits [R, V] whose rows may be parts of longer ones, and the distance of its rows."""
+    rows, vocab_size = logits.shape
+    row, element = logits.stride()
+    if logits.dtype != torch.float32 or (vocab_size > 1 and element != 1) or (rows > 1 and row < vocab_size):
+        raise ValueError(f"expected rows of float32 logits, got {logits.dtype} with strides {logits.stride()}")
+    return logits.data_ptr(), max(row, vocab_size)
+
+
+def _data(array: npt.NDArray[Any]) -> int:
+    """The address of an array that lies in order."""
+    if not array.flags.c_contiguous:
+        raise ValueError(f"expected a contiguous array, got strides {array.strides}")
+    return array.ctypes.data
+
+
 class CpuOps:
     """`Ops` for the CPU, on a team of `threads` (default: the cores that this process may use).
 
@@ -67,6 +85,7 @@ class CpuOps:
         # What is left to torch is small, and its own team would spin on the cores that ours needs: measured at batch
         # 1 on two busy cores, 26 ms of processor time a step instead of 15.
         torch.set_num_threads(1)
+        self._reference = ReferenceOps()
         self.compiled_folder = keep_compiled(cache_dir)
 
     @property
@@ -203,6 +222,61 @@ class CpuOps:
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         pool[pairs[:, 1]] = pool[pairs[:, 0]]
+
+    def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
+        rows, vocab_size = logits.shape
+        edits.check_fit(rows, vocab_size)
+        address, stride = _logits(logits)
+        place = (address, max(rows - 1, 0) * stride + vocab_size, stride, vocab_size)
+        masked, penalised = len(edits.mask_rows), len(edits.penalty_rows)
+        if masked:
+            board = self._board(masked * vocab_size) if masked > 1 else 0
+            edit.mask(board, *place, _data(edits.mask_rows), _data(edits.masks), masked)
+        if banned := len(edits.ban_rows):
+            edit.ban(self._board(banned), *place, _data(edits.ban_rows), _data(edits.ban_ids), banned)
+        if biased := len(edits.bias_rows):
+            columns = (_data(edits.bias_rows), _data(edits.bias_ids), _data(edits.bias))
+            edit.add_bias(self._board(biased), *place, *columns, biased)
+        if penalised:
+            edit.penalise(
+                self._board(len(edits.ids)) if penalised > 1 else 0,
+                *place,
+                _data(edits.penalty_rows),
+                _data(edits.repetition),
+                _data(edits.presence),
+                _data(edits.frequency),
+                _data(edits.starts),
+                penalised,
+                _data(edits.ids),
+                _data(edits.counts),
+                len(edits.ids),
+            )
+
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> TopLogprobs:
+        if top > logprobs.LONGEST_LIST:
+            return self._reference.logprobs(logits, token_ids, top)
+        rows, vocab_size = logits.shape
+        address, stride = _logits(logits)
+        result = TopLogprobs(
+            torch.empty(rows, dtype=torch.float32),
+            torch.empty(rows, dtype=torch.int64),
+            torch.empty((rows, top), dtype=torch.int64),
+            torch.empty((rows, top), dtype=torch.float32),
+        )
+        logprobs.logprobs(
+            self._board(logits.numel()) if rows > 1 else 0,
+            address,
+            stride,
+            rows,
+            vocab_size,
+            _address(token_ids, torch.int64),
+            result.chosen.data_ptr(),
+            result.rank.data_ptr(),
+            result.ids.data_ptr(),
+            result.values.data_ptr(),
+            top,
+        )
+        return result
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         out = torch.empty(logits.shape[0], dtype=torch.int64)

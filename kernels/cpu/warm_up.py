@@ -10,7 +10,7 @@ import torch
 from pagemill.kernels.cpu.ops import CpuOps
 from pagemill.kernels.layout import KVLayout
 from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.ops import SampleBatch
+from pagemill.kernels.ops import LogitEdits, SampleBatch
 
 
 def warm_up(ops: CpuOps, layout: KVLayout, progress: Callable[[str, float], None] = lambda stage, share: None) -> None:
@@ -36,6 +36,8 @@ def warm_up(ops: CpuOps, layout: KVLayout, progress: Callable[[str, float], None
     stages: list[tuple[str, Callable[[], object]]] = [
         ("attention", lambda: ops.paged_attention(rows, kv, meta, scale=1.0)),
         ("sampler", lambda: ops.sample(torch.zeros(1, 8), SampleBatch.greedy(1))),
+        ("logit edits", lambda: ops.edit_logits(torch.zeros(1, 8), _every_edit())),
+        ("log-probabilities", lambda: ops.logprobs(torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), 1)),
         ("linear layers", lambda: ops.linear(hidden, linear)),
         ("KV writes", lambda: ops.write_kv(rows, rows, kv, meta.slot_mapping)),
         ("rotary embedding", lambda: ops.rotary_embedding(rows, rows.clone(), meta.positions, torch.zeros(1, dim))),
@@ -47,3 +49,12 @@ def warm_up(ops: CpuOps, layout: KVLayout, progress: Callable[[str, float], None
         progress(f"compiling kernels: {name}", number / len(stages))
         run()
     progress("compiling kernels", 1.0)
+
+
+def _every_edit() -> LogitEdits:
+    """One edit of each kind."""
+    zero, nought = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    return LogitEdits(
+        zero, np.ones((1, 1), np.uint32), zero, zero, zero, zero, nought, zero, nought, nought, nought,
+        np.array([0, 1], np.int32), zero, zero,
+    )  # fmt: skip

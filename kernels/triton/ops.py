@@ -15,7 +15,8 @@ import triton.language as tl
 
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.ops import SampleBatch
+from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
+from pagemill.kernels.reference import ReferenceOps
 from pagemill.kernels.triton.attention import merge_parts_kernel, paged_attention_kernel
 from pagemill.kernels.triton.configs import (
     PROGRAMS_PER_MULTIPROCESSOR,
@@ -84,6 +85,7 @@ class TritonOps:
             raise RuntimeError(f"these kernels: Triton {wanted} in the environment from the start, it is {state}")
         self.name = "interpret" if interpret else "triton"
         self._interpret = interpret
+        self._reference = ReferenceOps()
         self._facts: dict[torch.device, DeviceFacts] = {}
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
@@ -266,6 +268,12 @@ class TritonOps:
             CHUNK=_COPY_BLOCK,
             num_warps=4,
         )
+
+    def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
+        self._reference.edit_logits(logits, edits)
+
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> TopLogprobs:
+        return self._reference.logprobs(logits, token_ids, top)
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         rows, vocab = logits.shape
