@@ -20,11 +20,11 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import Progress, no_progress
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_PREFIX = "model."  # checkpoints of the bare model, without its head, lack it
+_PREFIX = re.compile(r"^(model|transformer)\.")  # checkpoints of the bare model, without its head, lack it
 
 
 class Checkpoint:
-    """Tensors of some safetensors or PyTorch files. Names are without the leading "model.".
+    """Tensors of some safetensors or PyTorch files. Names are without the leading "model." or "transformer.".
 
     Raises `ConfigError` on a damaged file, here or at the first read.
     """
@@ -36,7 +36,7 @@ class Checkpoint:
         for path in files:
             reader = _PyTorchFile(path) if path.suffix == ".bin" else _SafetensorsFile(path)
             for stored in reader.names:
-                name = stored.removeprefix(_PREFIX)
+                name = _PREFIX.sub("", stored)
                 if name in self._tensors:
                     raise ConfigError(f"{path}: tensor {name} is there twice")
                 self._tensors[name] = (reader, stored)

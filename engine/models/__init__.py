@@ -17,6 +17,7 @@ _MODELS = {
     "Qwen2ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
     "Qwen3ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
     "SmolLM3ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
+    "GPT2LMHeadModel": ("pagemill.engine.models.gpt2", "GPT2Model"),
     "OPTForCausalLM": ("pagemill.engine.models.opt", "OPTModel"),
 }
 

@@ -60,6 +60,11 @@ class Loading:
         weight = self._stack(names, "weight", sizes, (columns,))
         return self.ops.prepare_linear(weight, self._stack(names, "bias", sizes, ()) if bias else None)
 
+    def transposed_linear(self, name: str, columns: int, rows: int) -> Any:
+        """A projection from `columns` to `rows` features with a bias, whose weight is stored as [columns, rows]."""
+        weight = self.matrix(f"{name}.weight", columns, rows).t().contiguous()
+        return self.ops.prepare_linear(weight, self.vector(f"{name}.bias", rows))
+
     def _stack(self, names: Sequence[str], part: str, sizes: Sequence[int], tail: Sequence[int]) -> torch.Tensor:
         full_names = [f"{name}.{part}" for name in names]
         return self.checkpoint.stack(full_names, sizes, tail, dtype=self.dtype, device=self.device)

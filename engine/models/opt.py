@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from pagemill.engine.loader import ModelFolder
 from pagemill.engine.models.base import Loading
+from pagemill.engine.models.layer_norm import LayerNorm
 from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
@@ -22,22 +23,12 @@ _IGNORED = r"decoder\.version"  # left in by fairseq, from which the first check
 _POSITION_OFFSET = 2  # the first rows of the position table belong to padding
 
 
-class _LayerNorm:
-    def __init__(self, loading: Loading, name: str, size: int, *, affine: bool) -> None:
-        self._shape = (size,)
-        self._weight = loading.vector(f"{name}.weight", size, torch.float32) if affine else None
-        self._bias = loading.vector(f"{name}.bias", size, torch.float32) if affine else None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self._shape, self._weight, self._bias)
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: _LayerNorm
+    attention_norm: LayerNorm
     qkv: Any
     output: Any
-    feed_forward_norm: _LayerNorm
+    feed_forward_norm: LayerNorm
     up: Any
     down: Any
 
@@ -90,17 +81,17 @@ class OPTModel:
             projections = (f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
             self._layers.append(
                 _Layer(
-                    _LayerNorm(loading, f"{at}.self_attn_layer_norm", hidden, affine=affine),
+                    LayerNorm(loading, f"{at}.self_attn_layer_norm", hidden, affine=affine),
                     loading.linear(projections, (hidden, hidden, hidden), hidden, bias=bias),
                     loading.linear((f"{attn}.out_proj",), (hidden,), hidden, bias=bias),
-                    _LayerNorm(loading, f"{at}.final_layer_norm", hidden, affine=affine),
+                    LayerNorm(loading, f"{at}.final_layer_norm", hidden, affine=affine),
                     loading.linear((f"{at}.fc1",), (inner,), hidden, bias=bias),
                     loading.linear((f"{at}.fc2",), (hidden,), inner, bias=bias),
                 )
             )
         self._final_norm = None
         if self._norm_first and not config.flag("_remove_final_layer_norm", False):
-            self._final_norm = _LayerNorm(loading, "decoder.final_layer_norm", hidden, affine=affine)
+            self._final_norm = LayerNorm(loading, "decoder.final_layer_norm", hidden, affine=affine)
         loading.checkpoint.ignore(_IGNORED)
         loading.checkpoint.finish()
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -74,6 +75,20 @@ def _opt(**changes: Any) -> PreTrainedConfig:
     return OPTConfig(**shape | changes)
 
 
+def _gpt2(**changes: Any) -> PreTrainedConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": LONGEST,
+        "initializer_range": 0.15,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return GPT2Config(**shape | changes)
+
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -98,6 +113,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3": lambda: _as(Qwen3Config, head_dim=24),
     "smollm3": lambda: _as(SmolLM3Config, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=12),
+    "gpt2": _gpt2,
+    "gpt2-untied-scaled": lambda: _gpt2(
+        tie_word_embeddings=False, n_inner=96, activation_function="gelu", scale_attn_by_inverse_layer_idx=True
+    ),
     "opt-norm-before": _opt,
     "opt-norm-after-projected": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=32),
     "opt-bare": lambda: _opt(enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu"),
