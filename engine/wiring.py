@@ -33,9 +33,10 @@ def make_scheduler(
 ) -> Scheduler:
     """A scheduler with its pool, queue and forecast, under the settings' names.
 
-    `num_blocks` counts the null block. `sliding_window`: tokens that the model sees, 0: all. `forecasts_growth`: whether
-    optimistic admission keeps free what those who run are expected to grow by, or only 1 % of the pool (the simulator's
-    contrast). `block_move_s`: measured seconds to move a block to the host, None: not known. `clock`: seconds.
+    `num_blocks` counts the null block. `sliding_window`: tokens that the model sees, 0: all. `forecasts_growth`:
+    whether optimistic admission keeps free what those who run are expected to grow by, or only 1 % of the pool (the
+    simulator's contrast). `block_move_s`: measured seconds to move a block to the host, None: not known. `clock`:
+    seconds.
     """
     cache = KVCacheManager(
         num_blocks,
