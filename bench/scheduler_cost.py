@@ -23,7 +23,7 @@ from typing import Any
 from pagemill.engine.core import EngineCore
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
+from pagemill.engine.scheduler_output import Sampled, SchedulerOutput, StepResult
 from pagemill.engine.wiring import make_scheduler
 
 TOKEN = 7
@@ -35,7 +35,7 @@ class InstantModel:
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         count = sum(item.samples for item in output.scheduled)
-        return StepResult([[TOKEN]] * count, [None] * count)
+        return StepResult([Sampled([TOKEN]) for _ in range(count)])
 
 
 class Timed:

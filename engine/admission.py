@@ -20,6 +20,7 @@ class Limits:
     num_blocks: int
     default_max_tokens: int
     max_num_seqs: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 def resolve_max_tokens(prompt_tokens: int, params: SamplingParams, limits: Limits) -> int:

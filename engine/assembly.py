@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pagemill.engine.admission import Limits
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.core import EngineCore
+from pagemill.engine.grammar import GrammarCompiler
 from pagemill.engine.loader import Progress, no_progress, resolve_model
 from pagemill.engine.model_runner import ModelRunner
 from pagemill.engine.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class EngineParts:
     limits: Limits
     core: EngineCore
     tokenizer: Tokenizer | None
+    compiler: GrammarCompiler | None
 
 
 def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts:
@@ -85,6 +87,8 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         num_blocks=num_blocks,
         default_max_tokens=config.default_max_tokens,
         max_num_seqs=min(config.max_num_seqs, runner.max_num_batched_tokens),
+        eos_token_ids=info.eos_token_ids,
     )
     core = EngineCore(scheduler, runner, tokenizer, info.eos_token_ids)
-    return EngineParts(config, info, limits, core, tokenizer)
+    compiler = None if tokenizer is None else GrammarCompiler(tokenizer, spec.vocab_size, info.eos_token_ids)
+    return EngineParts(config, info, limits, core, tokenizer, compiler)

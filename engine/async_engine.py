@@ -122,6 +122,7 @@ class AsyncEngine:
                 cache_salt=cache_salt,
                 priority=priority,
                 seed=seed,
+                compiler=self._parts.compiler,
             )
 
         return await asyncio.to_thread(work)

@@ -83,14 +83,16 @@ class EngineCore:
         result = self._runner.execute(output)
         self._observe(output, result, self._clock() - before)
         self.scheduler.commit(output)
-        rows = iter(zip(result.tokens, result.logprobs, strict=True))
+        sampled = iter(result.sampled)
         touched: dict[SequenceGroup, list[SequenceOutput]] = {}
-        for item in output.scheduled:
-            tokens, logprobs = next(rows) if item.samples else (None, None)
+        for place, item in enumerate(output.scheduled):
+            mine = next(sampled) if item.samples else None
             found = self._groups.get(item.request.request_id)
             if found is None or item.request.is_finished:
                 continue
-            touched.setdefault(found, []).extend(found.advance(item.request, tokens, logprobs))
+            touched.setdefault(found, []).extend(
+                found.advance(item.request, mine, result.prompt_logprobs.get(place, ()))
+            )
         for group, outputs in touched.items():
             results += self._collect(group, [*outputs, *group.end_step()])
         return results

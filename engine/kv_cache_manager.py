@@ -112,7 +112,7 @@ class KVCacheManager:
     def match(self, request: Request) -> PrefixMatch:
         """Blocks that hold a prefix of the request already. At least its last token is left to compute, since a step
         without a query token has no logits."""
-        if not self._caching:
+        if not self._caching or request.wants_prompt_logprobs:
             return PrefixMatch()
         limit = (request.num_tokens - 1) // self.block_size
         names = self._names(request, limit)

@@ -16,6 +16,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError, EngineDeadError, invalid
 from pagemill.engine.interrupts import held_back
 from pagemill.engine.loader import Progress, no_progress
+from pagemill.engine.logprobs import to_vllm
 from pagemill.engine.outputs import CompletionOutput, RequestOutput, SequenceOutput
 from pagemill.engine.prompt import Messages, Prompt, TokenIds, make_request
 from pagemill.engine.request import Request
@@ -185,6 +186,7 @@ class LLM:
             parts.tokenizer,
             cache_salt=item.cache_salt,
             seed=params.seed if params.seed is not None else self._seeds.getrandbits(64),
+            compiler=parts.compiler,
         )
 
 
@@ -281,10 +283,17 @@ def _fold(output: RequestOutput, increment: SequenceOutput) -> None:
     choice = output.outputs[increment.index]
     choice.text += increment.text
     choice.token_ids += increment.token_ids
+    if increment.logprobs is not None:
+        choice.logprobs = [*(choice.logprobs or []), *map(to_vllm, increment.logprobs)]
+        summed = sum(position.chosen.logprob for position in increment.logprobs)
+        choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + summed
+    if increment.prompt_logprobs is not None:
+        output.prompt_logprobs = [None if each is None else to_vllm(each) for each in increment.prompt_logprobs]
     if increment.finish_reason is not None:
         choice.finish_reason = increment.finish_reason
         choice.stop_reason = increment.stop_reason
-        choice.cumulative_logprob = increment.cumulative_logprob
+        if increment.cumulative_logprob is not None:
+            choice.cumulative_logprob = increment.cumulative_logprob
     if increment.final:
         output.finished = True
         output.error = increment.error

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import structlog
 import torch
 
-from pagemill.engine.batch import StepBatch, build_batch
+from pagemill.engine.batch import PromptRows, build_batch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.kv_pool import KVPool
 from pagemill.engine.loader import ModelFolder, Progress, no_progress
+from pagemill.engine.logprobs import PositionLogprobs
 from pagemill.engine.machine import available_cores, memory_limit, process_memory
 from pagemill.engine.memory import MIB, BudgetTable, CpuMemory, CudaMemory, MemoryMeter, size_pool
 from pagemill.engine.models import check_architecture, load_model
 from pagemill.engine.models.base import Loading
 from pagemill.engine.models.spec import ModelSpec
 from pagemill.engine.request import Request
+from pagemill.engine.sampler import position_logprobs, sample_step
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence, SchedulerOutput, StepResult
 from pagemill.engine.weights import Checkpoint
@@ -33,6 +36,7 @@ _log = structlog.get_logger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WARM_UP = "warming up (the first start compiles the kernels)"
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+_PROMPT_ROWS = 32  # rows of logits that are held at a time for a prompt's log-probabilities
 
 
 class ModelRunner:
@@ -129,35 +133,33 @@ class ModelRunner:
             scheduled,
             block_size=pool.layout.block_size,
             vocab_size=self.spec.vocab_size,
-            eos_token_ids=self.spec.eos_token_ids,
             device=self.device,
         )
         token_ids = torch.from_numpy(batch.token_ids).to(self.device, non_blocking=True)
-        rows = torch.from_numpy(batch.sample_rows).to(self.device, non_blocking=True)
-        hidden = self._model.forward(token_ids, batch.meta, pool.layers, rows)
-        if not len(rows):
-            return StepResult()
-        logits = self._model.logits(hidden)
-        for row, banned in batch.banned:
-            logits[row, banned] = -torch.inf
-        return self._sample(logits, batch)
+        rows = batch.sample_rows
+        for prompt in batch.prompts:
+            rows = np.concatenate((rows, np.arange(prompt.first, prompt.first + len(prompt.token_ids))))
+        wanted = torch.from_numpy(rows).to(self.device, non_blocking=True)
+        hidden = self._model.forward(token_ids, batch.meta, pool.layers, wanted)
+        result = StepResult()
+        sampled = len(batch.sample_rows)
+        if sampled:
+            logits = self._model.logits(hidden[:sampled] if batch.prompts else hidden)
+            result.sampled = sample_step(logits, batch, self._ops)
+        for prompt in batch.prompts:
+            count = len(prompt.token_ids)
+            result.prompt_logprobs[prompt.place] = self._prompt_logprobs(hidden[sampled : sampled + count], prompt)
+            sampled += count
+        return result
 
-    def _sample(self, logits: torch.Tensor, batch: StepBatch) -> StepResult:
-        """Draw what is to be drawn from each row of logits float32 [R, V], and list the likeliest where asked."""
-        count = len(batch.sample_rows)
-        tokens: list[list[int]] = [[] for _ in range(count)]
-        logprobs: list[list[float] | None] = [None] * count
-        if len(batch.draw_rows):
-            same = len(batch.draw_rows) == count and not batch.tops
-            rows = logits if same else logits[torch.from_numpy(batch.draw_rows).to(self.device)]
-            drawn = self._ops.sample(rows, batch.sampling).tolist()
-            for row, token_id in zip(batch.draw_rows.tolist(), drawn, strict=True):
-                tokens[row].append(token_id)
-        for row, top in batch.tops:
-            values, ids = torch.log_softmax(logits[row], dim=-1).topk(min(top, logits.shape[-1]))
-            usable = bool(torch.isfinite(values[0]))
-            tokens[row], logprobs[row] = ids.tolist() if usable else [-1], values.tolist()
-        return StepResult(tokens, logprobs)
+    def _prompt_logprobs(self, hidden: torch.Tensor, prompt: PromptRows) -> list[PositionLogprobs]:
+        """A few rows at a time: the logits of a whole prompt may be larger than everything else of a step."""
+        found: list[PositionLogprobs] = []
+        for start in range(0, len(prompt.token_ids), _PROMPT_ROWS):
+            chosen = prompt.token_ids[start : start + _PROMPT_ROWS]
+            logits = self._model.logits(hidden[start : start + _PROMPT_ROWS])
+            found += position_logprobs(logits, chosen, [prompt.top] * len(chosen), self._ops)
+        return found
 
     def _check_room(self, checkpoint: Checkpoint, room: int) -> None:
         """Better refused than killed by the system half way through."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pagemill.engine.errors import RequestError
+from pagemill.engine.logprobs import Logprob, PositionLogprobs
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -43,7 +44,8 @@ class SequenceOutput:
     holds half a character, nor a character that a stop string may still take back. `started` is set on the first
     increment after the request entered the batch (it may carry no token). The last increment of a choice has a
     `finish_reason`; the last of the request is `final` and has `metrics`, and with "error" also `error`.
-    `cumulative_logprob`: of a finished beam.
+    `cumulative_logprob`: of a finished beam. `logprobs`: one for each of `token_ids`, where the request asks for them;
+    `prompt_logprobs`: one for each prompt token (none for the first), with the request's first token.
     """
 
     request_id: str
@@ -56,6 +58,8 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     final: bool = False
     error: RequestError | None = None
     metrics: RequestMetrics | None = None
@@ -69,7 +73,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -89,5 +93,5 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: RequestError | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     lora_request: None = None

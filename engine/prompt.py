@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from pagemill.engine.admission import Limits, check_prompt, check_request, resolve_max_tokens
 from pagemill.engine.errors import RequestError, invalid
+from pagemill.engine.grammar import GrammarCompiler
+from pagemill.engine.logit_rules import LogitRules
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tokenizer import Tokenizer
@@ -79,8 +81,10 @@ def make_request(
     cache_salt: str = "",
     priority: int = 1,
     seed: int | None = None,
+    compiler: GrammarCompiler | None = None,
 ) -> Request:
-    """Tokenise, check and number a request. Raises `RequestError` for whatever this engine cannot serve.
+    """Tokenise, check and number a request. Raises `RequestError` for whatever this engine cannot serve. Takes as long
+    as its text and its grammar do, so it is called off the step loop.
 
     `seed`: the one kept in the request's record, if it ran before; else the parameters', else a new one.
     """
@@ -103,4 +107,22 @@ def make_request(
         priority=priority,
     )
     check_request(request, limits)
+    request.rules = _rules(params, limits, tokenizer, compiler)
     return request
+
+
+def _rules(
+    params: SamplingParams, limits: Limits, tokenizer: Tokenizer | None, compiler: GrammarCompiler | None
+) -> LogitRules | None:
+    grammar = None
+    if params.structure is not None:
+        if compiler is None:
+            raise invalid("structured_outputs need a tokenizer, and this engine runs without one", "structured_outputs")
+        grammar = compiler.compile(params.structure)
+    bad_sequences: list[tuple[int, ...]] = []
+    if params.bad_words:
+        if tokenizer is None:
+            raise invalid("bad_words need a tokenizer, and this engine runs without one", "bad_words")
+        spellings = [ids for word in params.bad_words for ids in tokenizer.spellings(word, "bad_words")]
+        bad_sequences = [tuple(ids) for ids in spellings if ids and max(ids) < limits.vocab_size]
+    return LogitRules.of(params, limits.vocab_size, limits.eos_token_ids, bad_sequences, grammar)

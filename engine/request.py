@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 from pagemill.engine.block_table import BlockTable
+from pagemill.engine.logit_rules import LogitRules
+from pagemill.engine.logits_state import LogitsState
 from pagemill.engine.sampling_params import SamplingParams
 
 
@@ -40,6 +42,9 @@ class Request:
     top: int = 0  # likeliest next tokens wanted of each step, instead of a draw
     is_reserved: bool = False  # runs with its whole need promised, so it never gives way
     output_token_ids: list[int] = field(default_factory=list)
+    rules: LogitRules | None = None  # what its parameters change in its logits
+    logits_state: LogitsState | None = None  # what its tokens change in them
+    num_told_logprobs: int = 0  # leading prompt tokens whose log-probabilities were told, where they are wanted
 
     status: RequestStatus = RequestStatus.WAITING
     block_table: BlockTable = field(default_factory=BlockTable)
@@ -72,6 +77,11 @@ class Request:
     def max_slots(self) -> int:
         """KV slots it may ever need: prompt + max_tokens - 1, since nothing follows the last token."""
         return len(self.prompt_token_ids) + self.max_tokens - 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some of the prompt has to be computed for its log-probabilities, known to the cache or not."""
+        return self.params.prompt_logprobs is not None and self.num_told_logprobs < len(self.prompt_token_ids)
 
     @property
     def is_finished(self) -> bool:

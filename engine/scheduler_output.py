@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagemill.engine.logprobs import PositionLogprobs
 from pagemill.engine.request import Request
 
 
@@ -14,6 +15,10 @@ class ScheduledSequence:
 
     `block_ids` covers them and all before. `samples`: the last token's logits decide the next token, drawn once for
     each of the request's `seats`; with `top` > 0 nothing is drawn and the `top` likeliest tokens are wanted instead.
+
+    `drafts`: guesses of what follows the sequence's last known token, computed in the same step and counted in
+    `num_tokens`. A token is drawn behind that token and behind every draft; a draft is right if it is what was drawn
+    before it.
     """
 
     request: Request
@@ -22,6 +27,7 @@ class ScheduledSequence:
     block_ids: list[int]
     samples: bool
     top: int = 0
+    drafts: list[int] = field(default_factory=list)
 
 
 MoveKind = Literal["copy", "out", "in"]
@@ -52,13 +58,24 @@ class SchedulerOutput:
 
 
 @dataclass(slots=True)
-class StepResult:
-    """What a step sampled, for each item with `samples`, in order.
+class Sampled:
+    """What a step sampled for one sequence.
 
-    `tokens`: one id for each seat, -1 where the row's logits were unusable; or the `top` likeliest ids, best first, and
-    then `logprobs` has their log-probabilities (None elsewhere). `copy_s`: seconds that the block moves took.
+    `tokens`: one id for each seat, -1 where the row's logits were unusable; with drafts the right ones of them and the
+    one token more that was drawn behind the last of those; with `top` the likeliest ids, best first, and then
+    `top_logprobs` has their log-probabilities. `logprobs`: of each of `tokens`, where the request asks for them.
     """
 
-    tokens: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[float] | None] = field(default_factory=list)
+    tokens: list[int]
+    top_logprobs: list[float] | None = None
+    logprobs: list[PositionLogprobs] | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """`sampled`: for each item with `samples`, in order. `prompt_logprobs`: by the item's place in the step, of prompt
+    tokens that follow those computed, in order. `copy_s`: seconds that the block moves took."""
+
+    sampled: list[Sampled] = field(default_factory=list)
+    prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     copy_s: float = 0.0

@@ -6,17 +6,23 @@ when the request has ended. The scheduler sees only sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pagemill.engine.beam import BeamSearch, FinishedBeam
 from pagemill.engine.errors import RequestError
+from pagemill.engine.logprobs import PositionLogprobs
 from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.outputs import FinishReason, RequestMetrics, SequenceOutput
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
+from pagemill.engine.scheduler_output import Sampled
+from pagemill.engine.stopping import Finish
 from pagemill.engine.tokenizer import Tokenizer
+
+_COMPLETE = Finish("stop")  # a structured output is whole
 
 
 class SequenceGroup(Protocol):
@@ -30,9 +36,9 @@ class SequenceGroup(Protocol):
         ...
 
     def advance(
-        self, sequence: Request, tokens: list[int] | None, logprobs: list[float] | None
+        self, sequence: Request, sampled: Sampled | None, prompt_logprobs: Sequence[PositionLogprobs] = ()
     ) -> list[SequenceOutput]:
-        """A step has computed tokens of `sequence`; `tokens` is what it sampled, None in mid-prompt."""
+        """A step has computed tokens of `sequence`; `sampled` is None in mid-prompt."""
         ...
 
     def end_step(self) -> list[SequenceOutput]:
@@ -85,9 +91,27 @@ class _Group:
             index=index,
             top=origin.top,
             output_token_ids=list(origin.output_token_ids),
+            rules=origin.rules,
+            logits_state=None if origin.logits_state is None else origin.logits_state.fork(),
         )
         self._all.append(fork)
         return fork
+
+    def _begin_state(self, sequence: Request) -> None:
+        """What the tokens that the sequence has mean for its next logits."""
+        if sequence.rules is not None:
+            sequence.logits_state = sequence.rules.begin(sequence.prompt_token_ids, sequence.output_token_ids)
+
+    def _unusable(self, sequence: Request) -> RequestError:
+        if sequence.logits_state is not None and sequence.logits_state.failure is not None:
+            return sequence.logits_state.failure
+        if self._first.rules is None:
+            return RequestError("engine_error", "the model's output for this request is not a number")
+        return RequestError(
+            "engine_error",
+            "no token can be sampled: the request's own rules (allowed_token_ids, bad_words, min_tokens, structured "
+            "output) leave none, or the model's output is not a number",
+        )
 
     def _metrics(self) -> RequestMetrics:
         now = self._clock()
@@ -113,6 +137,9 @@ class SamplingGroup(_Group):
 
     def begin(self, resumed: Sequence[Sequence[int]]) -> list[SequenceOutput]:
         self._processors: dict[Request, OutputProcessor] = {}
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        if self._first.params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]  # nothing comes before the first token
         count = self._first.params.n
         told = [list(tokens) for tokens in resumed] or [self._first.output_token_ids]
         self._first.output_token_ids = told[0]
@@ -121,12 +148,17 @@ class SamplingGroup(_Group):
             self._queue(self._first)
             return []
         outputs: list[SequenceOutput] = []
+        self._prompt_logprobs = None  # they came with the first token
         sequences = [self._first, *(self._fork(self._first, index) for index in range(1, count))]
         for sequence, tokens in zip(sequences, told, strict=True):
             sequence.output_token_ids = tokens
+            sequence.num_told_logprobs = len(sequence.prompt_token_ids)
             self._queue(sequence)
         for sequence in sequences:
             finish = self._processors[sequence].finished
+            if finish is None and sequence.logits_state is not None and sequence.logits_state.is_complete:
+                self._processors[sequence].finish()
+                finish = _COMPLETE
             if finish is not None:
                 output = self._take(sequence, [])
                 output.stop_reason = finish.stop_reason
@@ -137,32 +169,44 @@ class SamplingGroup(_Group):
         return outputs
 
     def advance(
-        self, sequence: Request, tokens: list[int] | None, logprobs: list[float] | None
+        self, sequence: Request, sampled: Sampled | None, prompt_logprobs: Sequence[PositionLogprobs] = ()
     ) -> list[SequenceOutput]:
-        if tokens is None:
+        if prompt_logprobs and self._prompt_logprobs is not None:
+            self._prompt_logprobs += self._named(prompt_logprobs)
+            sequence.num_told_logprobs = len(self._prompt_logprobs)
+        if sampled is None:
             return [] if self._started else [self._start(self._place(sequence))]
+        sequence.num_told_logprobs = len(sequence.prompt_token_ids)
+        parts = [(sequence, sampled)]
+        if sequence.seats > 1:
+            parts = list(zip(self._fork_choices(sequence), _seats(sampled), strict=True))
+        outputs: list[SequenceOutput] = []
+        for each, part in parts:
+            told = len(each.output_token_ids)
+            try:
+                outputs += self._extend(each, part)
+            except Exception as exception:
+                # Text handling and grammars are per request: whatever they trip over must not end the neighbours.
+                del each.output_token_ids[told:]
+                reason = f"decoding failed: {type(exception).__name__}: {exception}"
+                outputs += self.abort(
+                    exception if isinstance(exception, RequestError) else RequestError("engine_error", reason)
+                )
+            if outputs and outputs[-1].final:
+                break
+        if self._prompt_logprobs is not None and outputs:
+            outputs[0].prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return outputs
+
+    def _fork_choices(self, sequence: Request) -> list[Request]:
         sequences = [sequence]
         for index in range(1, sequence.seats):
             fork = self._fork(sequence, index)
+            fork.num_told_logprobs = sequence.num_told_logprobs
             self._scheduler.fork(sequence, fork)
             self._processors[fork] = OutputProcessor(self._tokenizer, fork, self._eos_token_ids)
             sequences.append(fork)
-        outputs: list[SequenceOutput] = []
-        for each, token_id in zip(sequences, tokens, strict=True):
-            if token_id < 0:
-                outputs += self.abort(
-                    RequestError("engine_error", "the model's output for this request is not a number")
-                )
-                break
-            try:
-                outputs.append(self._append(each, token_id))
-            except Exception as exception:
-                # Text handling is per request: whatever it trips over must not end the neighbours.
-                each.output_token_ids.pop()
-                reason = f"decoding failed: {type(exception).__name__}: {exception}"
-                outputs += self.abort(RequestError("engine_error", reason))
-                break
-        return outputs
+        return sequences
 
     def end_step(self) -> list[SequenceOutput]:
         return []
@@ -178,17 +222,52 @@ class SamplingGroup(_Group):
         return outputs
 
     def _queue(self, sequence: Request) -> None:
+        self._begin_state(sequence)
         self._processors[sequence] = OutputProcessor(self._tokenizer, sequence, self._eos_token_ids)
         self._scheduler.add(sequence)
 
-    def _append(self, sequence: Request, token_id: int) -> SequenceOutput:
-        self._scheduler.append_token(sequence, token_id)
-        finish = self._processors[sequence].append(token_id)
-        output = self._start(self._take(sequence, [token_id]))
+    def _extend(self, sequence: Request, sampled: Sampled) -> list[SequenceOutput]:
+        """Take what was sampled, up to the token that ends the sequence."""
+        taken: list[int] = []
+        finish: Finish | None = None
+        for token_id in sampled.tokens:
+            if token_id < 0:
+                break
+            self._scheduler.append_token(sequence, token_id)
+            taken.append(token_id)
+            finish = self._take_token(sequence, token_id)
+            if finish is not None:
+                break
+        if not taken:
+            return self.abort(self._unusable(sequence))
+        output = self._start(self._take(sequence, taken))
+        if sampled.logprobs is not None:
+            output.logprobs = self._named(sampled.logprobs[: len(taken)])
         if finish is not None:
             output.stop_reason = finish.stop_reason
-            return self._end(sequence, output, finish.reason)
-        return output
+            return [self._end(sequence, output, finish.reason)]
+        if len(taken) < len(sampled.tokens):
+            return [output, *self.abort(self._unusable(sequence))]
+        return [output]
+
+    def _take_token(self, sequence: Request, token_id: int) -> Finish | None:
+        processor, state = self._processors[sequence], sequence.logits_state
+        finish = processor.append(token_id)
+        if state is not None and (finish is None or finish.reason == "length"):
+            state.append(token_id)
+            if state.is_complete:
+                processor.finish()
+                return _COMPLETE
+        return finish
+
+    def _named(self, positions: Sequence[PositionLogprobs]) -> list[PositionLogprobs]:
+        """The positions with the bytes of their tokens."""
+        if self._tokenizer is not None:
+            pieces = self._tokenizer.token_bytes
+            for position in positions:
+                for token in position.tokens():
+                    token.piece = pieces[token.token_id]
+        return list(positions)
 
     def _place(self, sequence: Request) -> SequenceOutput:
         """An increment without tokens."""
@@ -243,17 +322,18 @@ class BeamGroup(_Group):
         first.is_reserved = True
         self._beams = [first]
         self._offers: dict[Request, tuple[list[int], list[float]]] = {}
+        self._begin_state(first)
         self._scheduler.add(first)
         return []
 
     def advance(
-        self, sequence: Request, tokens: list[int] | None, logprobs: list[float] | None
+        self, sequence: Request, sampled: Sampled | None, prompt_logprobs: Sequence[PositionLogprobs] = ()
     ) -> list[SequenceOutput]:
-        if tokens is not None:
-            assert logprobs is not None
-            if not tokens or tokens[0] < 0:
-                return self.abort(RequestError("engine_error", "the model's output for this request is not a number"))
-            self._offers[sequence] = (tokens, logprobs)
+        if sampled is not None:
+            assert sampled.top_logprobs is not None
+            if not sampled.tokens or sampled.tokens[0] < 0:
+                return self.abort(self._unusable(sequence))
+            self._offers[sequence] = _possible(sampled.tokens, sampled.top_logprobs)
         return [] if self._started else [self._start(SequenceOutput(self.request_id))]
 
     def end_step(self) -> list[SequenceOutput]:
@@ -275,9 +355,14 @@ class BeamGroup(_Group):
             survivors.append((parent, fork))
             beams.append(parent if fork is None else fork)
         self._scheduler.replace(self._beams, survivors)
+        self._beams = beams
         for beam, step in zip(beams, steps, strict=True):
             self._scheduler.append_token(beam, step.token_id)
-        self._beams = beams
+            if beam.logits_state is not None:
+                try:
+                    beam.logits_state.append(step.token_id)
+                except RequestError as error:
+                    return self.abort(error)
         return []
 
     def outgrow(self, sequence: Request) -> list[SequenceOutput]:
@@ -323,3 +408,20 @@ class BeamGroup(_Group):
         for beam in self._beams:
             self._scheduler.finish(beam)
         self._beams = []
+
+
+def _seats(sampled: Sampled) -> list[Sampled]:
+    """One token for each choice that begins."""
+    logprobs = sampled.logprobs
+    return [
+        Sampled([token_id], logprobs=None if logprobs is None else [logprobs[seat]])
+        for seat, token_id in enumerate(sampled.tokens)
+    ]
+
+
+def _possible(tokens: list[int], logprobs: list[float]) -> tuple[list[int], list[float]]:
+    """The offers that the request's rules allow: the likeliest ones, best first, may run into those they exclude."""
+    count = len(logprobs)
+    while count and logprobs[count - 1] == -math.inf:
+        count -= 1
+    return tokens[:count], logprobs[:count]

@@ -69,6 +69,16 @@ class Tokenizer:
         """Token ids of a prompt, with what the model wants in front (a BOS token, say). Raises `invalid_request`."""
         return self._encode(self.backend, text, "prompt", add_special_tokens=True)
 
+    def spellings(self, text: str, param: str) -> list[list[int]]:
+        """How a text may be written in tokens in the middle of others: by itself, after a space, glued to what stands
+        before. Raises `invalid_request` about `param`."""
+        bare = text.lstrip(" ") or text
+        alone, spaced = (
+            self._encode(self.backend, form, param, add_special_tokens=False) for form in (bare, f" {bare}")
+        )
+        forms = (alone, spaced, self._encode_inner(self.backend, bare))
+        return [list(form) for form in dict.fromkeys(map(tuple, forms))]
+
     def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer. Raises `invalid_request`.
 

@@ -63,16 +63,7 @@ CALL_ARGUMENTS: Accepted = {
 }
 
 SAMPLING_ARGUMENTS: Accepted = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, [], ()),
-    "logprobs": (None, False),
-    "prompt_logprobs": (None, False),
     "logits_processors": (None, []),
-    "structured_outputs": (None,),
     "guided_decoding": (None,),
     "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),

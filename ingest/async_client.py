@@ -77,6 +77,7 @@ class AsyncHandle:
                     offset=item["offset"],
                     text_offset=item["text_offset"],
                     seq=item["seq"],
+                    logprobs=item.get("logprobs"),
                 )
         self._completed()
 

@@ -44,7 +44,7 @@ def read_live_payload(payload: bytes) -> tuple[int, bytes] | None:
 
 @dataclass(slots=True)
 class ChoiceTranscript:
-    """What one choice has generated so far."""
+    """What one choice has generated so far. `logprobs`: one entry for each token, where they were asked for."""
 
     token_ids: list[int] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)
@@ -52,18 +52,24 @@ class ChoiceTranscript:
     chain: str = NO_CHAIN
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
     @property
     def text(self) -> str:
         return "".join(self.text_parts)
 
-    def extend(self, token_ids: Sequence[int], text: str) -> None:
+    def extend(self, token_ids: Sequence[int], text: str, logprobs: Sequence[dict[str, Any]] | None = None) -> None:
         self.token_ids.extend(token_ids)
         if token_ids:
             self.chain = extend_chain(self.chain, token_ids)
         if text:
             self.text_parts.append(text)
             self.text_length += len(text)
+        if logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.extend(logprobs)
 
 
 @dataclass(slots=True)
@@ -82,7 +88,9 @@ class Transcript:
         self.seq = item["seq"]
         kind = item["type"]
         if kind == "delta":
-            self.choice(item["index"]).extend(item["token_ids"], item["text"])
+            choice = self.choice(item["index"])
+            choice.extend(item["token_ids"], item["text"], item.get("logprobs"))
+            choice.prompt_logprobs = item.get("prompt_logprobs", choice.prompt_logprobs)
         elif kind == "choice":
             choice = self.choice(item["index"])
             choice.finish_reason = item["finish_reason"]
@@ -106,6 +114,8 @@ class Transcript:
                 "token_ids": choice.token_ids,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
+                **({} if choice.logprobs is None else {"logprobs": choice.logprobs}),
+                **({} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}),
             }
             for index, choice in sorted(self.choices.items())
         ]

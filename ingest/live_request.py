@@ -65,6 +65,8 @@ class LiveRequest:
     _started: bool = field(default=False, init=False)
     _ran: bool = field(default=False, init=False)
     _token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _logprobs: defaultdict[int, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _prompt_logprobs: list[dict[str, Any] | None] | None = field(default=None, init=False)
     _text: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _final_events: int = field(default=0, init=False)
 
@@ -97,6 +99,11 @@ class LiveRequest:
             self._started = self._ran = True
         if output.token_ids:
             self._token_ids[output.index] += output.token_ids
+        if output.logprobs is not None:
+            self._logprobs[output.index] += [position.to_dict() for position in output.logprobs]
+        if output.prompt_logprobs is not None:
+            told = output.prompt_logprobs
+            self._prompt_logprobs = [None if position is None else position.to_dict() for position in told]
         if output.text:
             self._text[output.index].append(output.text)
         if output.finish_reason is None:
@@ -129,13 +136,19 @@ class LiveRequest:
                 self._add_delta(index, self._token_ids[index], "".join(self._text[index]))
             self._token_ids.clear()
             self._text.clear()
+            self._logprobs.clear()
         if self.ending is not None:
             self._add_final(self.ending)
 
     def _add_delta(self, index: int, token_ids: list[int], text: str) -> None:
         choice = self.transcript.choice(index)
         offset, text_offset = len(choice.token_ids), choice.text_length
-        choice.extend(token_ids, text)
+        logprobs = self._logprobs.get(index)
+        choice.extend(token_ids, text, logprobs)
+        extra: dict[str, Any] = {}
+        if index == 0 and self._prompt_logprobs is not None:
+            choice.prompt_logprobs = extra["prompt_logprobs"] = self._prompt_logprobs
+            self._prompt_logprobs = None
         self._add(
             "delta",
             index=index,
@@ -144,8 +157,9 @@ class LiveRequest:
             token_ids=token_ids,
             text=text,
             text_offset=text_offset,
-            logprobs=None,
+            logprobs=logprobs,
             chain=choice.chain,
+            **extra,
         )
 
     def turn_cancelled(self) -> None:

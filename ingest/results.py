@@ -12,7 +12,10 @@ from pagemill.ingest.events import Transcript
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New final text of a choice, and the tokens it came from. Offsets count characters and tokens before it."""
+    """New final text of a choice, and the tokens it came from. Offsets count characters and tokens before it.
+
+    `logprobs`: where they were asked for, one entry of OpenAI's `logprobs.content` for each token, with its `token_id`.
+    """
 
     text: str
     token_ids: list[int]
@@ -20,17 +23,21 @@ class Delta:
     offset: int
     text_offset: int
     seq: int
+    logprobs: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice."""
+    """One finished choice. `logprobs` as in `Delta`; `prompt_logprobs` has one for each prompt token, none for the
+    first, and only the first choice has it."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
+    logprobs: list[dict[str, Any]] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

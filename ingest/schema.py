@@ -174,16 +174,6 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
 
 # Names of the protocol that no engine understands yet: accepted at the value that changes nothing, refused otherwise.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "logprobs": (False,),
-    "prompt_logprobs": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "callback": (),
 }
 

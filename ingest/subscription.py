@@ -193,8 +193,9 @@ class Subscription:
                     "token_ids": token_ids,
                     "text": text,
                     "text_offset": text_offset,
-                    "logprobs": None,
+                    "logprobs": None if choice.get("logprobs") is None else choice["logprobs"][offset:],
                     "chain": chain,
+                    **({"prompt_logprobs": choice["prompt_logprobs"]} if "prompt_logprobs" in choice else {}),
                 }
             end = {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
             yield {**common, "seq": self._last + 1, "type": "choice", **end}

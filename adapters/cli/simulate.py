@@ -14,7 +14,7 @@ from typing import Any
 
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import Settings, nearest
-from pagemill.adapters.cli.simulate_flags import ADMISSIONS, FORECASTS, POLICIES, PREEMPTION_MODES, SWEEPS, TIMINGS
+from pagemill.adapters.cli.simulate_flags import ADMISSIONS, POLICIES, PREEMPTION_MODES, SWEEPS, TIMINGS
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.simulator.arrivals import Arrivals, Mode
 from pagemill.engine.simulator.baseline import Contiguous, simulate_contiguous, simulate_naive
@@ -30,7 +30,6 @@ _CHOICES = {
     "refuse_late": ("true", "false"),
     "policy": POLICIES,
     "admission": ADMISSIONS,
-    "forecast": FORECASTS,
     "preemption_mode": PREEMPTION_MODES,
 }
 
@@ -163,7 +162,6 @@ def _setup(args: argparse.Namespace) -> Setup:
         enable_prefix_caching=not args.no_prefix_caching,
         scheduling_policy=args.policy,
         admission=args.admission,
-        forecast=args.forecast,
         max_waiting_requests=args.max_waiting_requests,
         max_waiting_prompt_tokens=args.max_waiting_prompt_tokens,
         refuse_late=not args.accept_late,
@@ -236,13 +234,12 @@ def _run_case(
     setup: Setup,
     arrivals: Arrivals,
     twins: Iterable[Contiguous | str],
-    naive: str | None,
+    naive: bool,
     progress: Callable[[str], Progress],
 ) -> list[Result]:
     results = [simulate(trace, setup, arrivals, progress("pagemill"))]
     if naive:
-        budget = setup.budget if naive == "chunks" else None
-        results.append(simulate_naive(trace, setup, arrivals, budget, progress("naive paged")))
+        results.append(simulate_naive(trace, setup, arrivals, progress=progress("naive paged")))
     for twin in twins:
         size: Any = (setup.max_model_len or trace.longest) if twin == "max" else twin
         results.append(simulate_contiguous(trace, setup, arrivals, size, progress(f"contiguous {twin}")))
@@ -325,16 +322,11 @@ _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("waste, life / end", lambda r, _: f"{r.waste_life_percent:.2f} / {r.waste_end_percent:.2f} %"),
     ("preemptions, per 1,000", lambda r, _: f"{r.preemptions:,}, {r.preemptions_per_1000:.1f}"),
     ("  of them swapped out", lambda r, _: f"{r.swap_preemptions:,}" if r.swap_preemptions else ""),
-    (
-        "  requests, time lost",
-        lambda r, _: f"{r.preempted_requests:,}, {r.preempted_s:,.1f} s" if r.preemptions else "",
-    ),
     ("recomputed tokens", lambda r, _: f"{r.recomputed_tokens:,}"),
     ("prefix hits", lambda r, _: f"{r.prefix_hit_percent:.1f} %" if r.prefix_queried_tokens else ""),
     ("queue ms p50/p90/p99", lambda r, _: _quantiles(r.latency.queue)),
     ("first token ms", lambda r, _: _quantiles(r.latency.ttft)),
     ("between tokens ms", lambda r, _: _quantiles(r.latency.between_tokens)),
-    ("  a request's longest", lambda r, _: _quantiles(r.latency.longest_gap)),
     ("total ms", lambda r, _: _quantiles(r.latency.total)),
     ("refusal ms", lambda r, _: _quantiles(r.refusal_ms) if r.refusal_ms else ""),
     ("output tokens / s", lambda r, _: f"{r.output_tokens_per_s:,.0f}"),

@@ -7,7 +7,6 @@ import argparse
 DEVICE_NAMES = ("h200", "a100", "cpu")
 POLICIES = ("fcfs", "priority", "fair")
 ADMISSIONS = ("optimistic", "reserve")
-FORECASTS = ("lengths", "none")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SWEEPS = (
     "block_size",
@@ -18,7 +17,6 @@ SWEEPS = (
     "prefix_caching",
     "policy",
     "admission",
-    "forecast",
     "ttl_ms",
     "refuse_late",
     "max_waiting_requests",
@@ -87,12 +85,6 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--policy", choices=POLICIES, default="fcfs", help="who starts next, as of the engine (fcfs)")
     group.add_argument("--admission", choices=ADMISSIONS, default="optimistic", help="as of the engine (optimistic)")
-    group.add_argument(
-        "--forecast",
-        choices=FORECASTS,
-        default="lengths",
-        help="what optimistic admission keeps free: what those who run should grow by, or 1 %% of the pool (lengths)",
-    )
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="as of the engine (auto)")
     group.add_argument("--swap-tokens", type=int, metavar="N", help="host memory for swapping (the device's)")
     group.add_argument("--max-waiting-requests", type=int, metavar="N", help="refuse what would be more (no limit)")
@@ -121,14 +113,7 @@ def _output(group: argparse._ArgumentGroup) -> None:
         help="twins that reserve memory in one piece: `max` (--max-model-len, or the longest request), a number of "
         "tokens, `pow2` (next power of two of the final size), `exact`; or `none` (max,pow2,exact)",
     )
-    group.add_argument(
-        "--naive",
-        nargs="?",
-        const="whole",
-        choices=("whole", "chunks"),
-        help="and a naive paged twin, preempting the last admitted; it computes prompts whole, or in chunks as the "
-        "engine (whole)",
-    )
+    group.add_argument("--naive", action="store_true", help="and a naive paged twin, preempting the last admitted")
     group.add_argument(
         "--sweep",
         action="append",

@@ -24,7 +24,7 @@ from pagemill.engine.policy import SchedulingPolicy, make_queue
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
-from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
+from pagemill.engine.scheduler_output import Sampled, SchedulerOutput, StepResult
 
 VOCABULARY = 50
 EOS = 0
@@ -119,13 +119,11 @@ class InventedModel:
             request = item.request
             if item.top:
                 tokens, logprobs = offers(context, item.top)
-                result.tokens.append(tokens)
-                result.logprobs.append(logprobs)
+                result.sampled.append(Sampled(tokens, logprobs))
                 continue
             choices = range(request.index, request.index + request.seats)
             position = len(request.output_token_ids)
-            result.tokens.append([invent(context, request.seed, position, choice) for choice in choices])
-            result.logprobs.append(None)
+            result.sampled.append(Sampled([invent(context, request.seed, position, choice) for choice in choices]))
         return result
 
 

@@ -16,6 +16,7 @@ from pagemill.engine.batch import build_batch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import BUNDLED_MODEL, resolve_model
+from pagemill.engine.logit_rules import LogitRules
 from pagemill.engine.model_runner import ModelRunner
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
@@ -59,7 +60,6 @@ def test_batch_arrays() -> None:
         ],
         block_size=2,
         vocab_size=100,
-        eos_token_ids=(),
         device="cpu",
     )
     assert batch.token_ids.tolist() == [6, 8, 9, 1, 1, 1]
@@ -73,14 +73,14 @@ def test_batch_arrays() -> None:
     assert batch.sampling.top_k.tolist() == [0, 4]
     assert batch.sampling.position.tolist() == [1, 0], "index of the token that is sampled, among the generated"
     assert batch.sampling.seed.dtype == np.uint64 and batch.sampling.seed[1] == 2**64 - 1
-    assert batch.banned == []
+    assert batch.edits is None
 
 
 # ---------------------------------------------------------------- steps
 
 
 def test_empty_and_unsampled_steps_return_nothing(driver: Driver) -> None:
-    assert driver.runner.execute(SchedulerOutput(1)).tokens == []
+    assert driver.runner.execute(SchedulerOutput(1)).sampled == []
     request = driver.request(PROMPT, GREEDY)
     assert driver.step(ScheduledSequence(request, 0, 5, driver.blocks(8), False)) == []
 
@@ -149,14 +149,17 @@ def test_min_tokens_masks_what_would_end_the_row_and_only_there(driver: Driver) 
 
 
 def test_end_of_sequence_counts_for_min_tokens_unless_ignored(folder: Path) -> None:
-    def banned(params: SamplingParams) -> list[tuple[int, list[int]]]:
-        item = ScheduledSequence(Request("a", [1], params, 0, 9), 0, 1, [1], True)
-        return build_batch([item], block_size=16, vocab_size=50, eos_token_ids=(7, 11), device="cpu").banned
+    def banned(params: SamplingParams) -> list[int]:
+        rules = LogitRules.of(params, 50, (7, 11))
+        item = ScheduledSequence(Request("a", [1], params, 0, 9, rules=rules), 0, 1, [1], True)
+        edits = build_batch([item], block_size=16, vocab_size=50, device="cpu").edits
+        assert edits is None or set(edits.ban_rows.tolist()) <= {0}
+        return [] if edits is None else edits.ban_ids.tolist()
 
     assert make_runner(folder).spec.eos_token_ids == (7, 11)
-    assert banned(SamplingParams(min_tokens=1)) == [(0, [7, 11])]
+    assert banned(SamplingParams(min_tokens=1)) == [7, 11]
     assert banned(SamplingParams(min_tokens=1, ignore_eos=True)) == []
-    assert banned(SamplingParams(min_tokens=1, ignore_eos=True, stop_token_ids=[9, 50])) == [(0, [9])]
+    assert banned(SamplingParams(min_tokens=1, ignore_eos=True, stop_token_ids=[9, 50])) == [9]
     assert banned(SamplingParams()) == []
 
 

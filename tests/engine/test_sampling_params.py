@@ -26,10 +26,42 @@ NAN, INF = float("nan"), float("inf")
         ("stop_token_ids", {3: 1}),
         ("stop", {"a": 1}),
         ("early_stopping", np.array([1, 2])),
-        ("repetition_penalty", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", NAN),
         ("presence_penalty", False),
-        ("logprobs", 0),
-        ("logit_bias", {"5": 1}),
+        ("presence_penalty", 2.01),
+        ("frequency_penalty", -2.01),
+        ("frequency_penalty", "1"),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", 1.0),
+        ("prompt_logprobs", "all"),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": NAN}),
+        ("logit_bias", {"5": True}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {" 5": 1}),
+        ("logit_bias", {"\u0665": 1}),
+        ("logit_bias", {"5": 1, 5: 1}),
+        ("logit_bias", {2**31: 1}),
+        ("logit_bias", {"1" * 5000: 1}),
+        ("logit_bias", [5]),
+        ("logit_bias", dict.fromkeys(range(1025), 1)),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", "5"),
+        ("bad_words", [""]),
+        ("bad_words", 5),
+        ("bad_words", ["x"] * 257),
+        ("bad_words", "x" * 257),
+        ("bad_words", "\ud83d"),
+        ("stop", "\ud83d"),
+        ("structured_outputs", {"regex": 5}),
+        ("structured_outputs", {"regex": "a", "json": {}}),
+        ("structured_outputs", "json"),
+        ("response_format", {"type": "yaml"}),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", NAN),
@@ -89,6 +121,14 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
         {"stop_token_ids": None},
         {"stop_token_ids": ()},
         {"max_tokens": 5, "min_tokens": 5},
+        {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 100},
+        {"logit_bias": dict.fromkeys(range(1024), -100)},
+        {"logit_bias": {"5": 100, 6: np.float32(-1.5)}},
+        {"logprobs": 20, "prompt_logprobs": 0},
+        {"logprobs": True},
+        {"allowed_token_ids": np.array([3])},
+        {"bad_words": "x" * 256},
+        {"response_format": {"type": "text"}},
     ],
 )
 def test_the_edges_of_what_is_allowed(fields: dict[str, Any]) -> None:
@@ -107,6 +147,11 @@ def test_values_are_brought_into_one_form() -> None:
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(temperature=0).is_greedy
     assert SamplingParams(seed=-1).seed == 2**64 - 1
+    params = SamplingParams(logit_bias={"7": 1, 5: -2}, logprobs=True, structured_outputs={"regex": "a+"})
+    assert (params.logit_bias, params.logprobs) == (((5, -2.0), (7, 1.0)), 0)
+    assert dataclasses.replace(params, max_tokens=4).logit_bias == params.logit_bias
+    assert SamplingParams(response_format={"type": "json_object"}).structure is not None
+    assert SamplingParams(response_format={"type": "text"}) == SamplingParams()
 
 
 def test_a_body_is_read_field_by_field() -> None:
@@ -118,12 +163,16 @@ def test_a_body_is_read_field_by_field() -> None:
     assert set(SAMPLING_FIELDS) >= {"temperature", "top_p", "stop", "max_tokens"}
 
 
-def test_stop_ids_are_checked_against_the_vocabulary() -> None:
-    params = SamplingParams(stop_token_ids=[99, 100])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stop_token_ids", [99, 100]), ("allowed_token_ids", [100, 3]), ("logit_bias", {"100": 1, "3": 1})],
+)
+def test_token_ids_are_checked_against_the_vocabulary(name: str, value: Any) -> None:
+    params = SamplingParams(**{name: value})
     params.check_vocabulary(101)
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match="below the vocabulary size 100, got 100") as caught:
         params.check_vocabulary(100)
-    assert caught.value.param == "stop_token_ids"
+    assert caught.value.param == name
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -136,7 +185,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_what_vllm_has_besides_is_accepted_where_it_changes_nothing() -> None:
     params = SamplingParams(
-        max_tokens=3, presence_penalty=0.0, repetition_penalty=1, logprobs=None, logit_bias={}, detokenize=True
+        max_tokens=3, presence_penalty=0.0, repetition_penalty=1, logprobs=False, logit_bias={}, detokenize=True
     )
     assert params == SamplingParams(max_tokens=3)
     assert dataclasses.replace(params, max_tokens=4) == SamplingParams(max_tokens=4)

@@ -11,7 +11,7 @@ from pagemill.engine.admission import Limits, certain_slots, check_request, reso
 from pagemill.engine.errors import RequestError
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
+from pagemill.engine.scheduler_output import Sampled, SchedulerOutput, StepResult
 from tests.engine.invented import Bench, make, twin
 
 
@@ -263,7 +263,8 @@ def test_a_row_without_usable_logits_ends_that_request_alone() -> None:
     def broken(output: SchedulerOutput) -> StepResult:
         rows = [item.request.request_id for item in output.scheduled if item.samples]
         result = execute(output)
-        result.tokens = [[-1] if name == "bad" else drawn for name, drawn in zip(rows, result.tokens, strict=True)]
+        drawn = zip(rows, result.sampled, strict=True)
+        result.sampled = [Sampled([-1]) if name == "bad" else sampled for name, sampled in drawn]
         return result
 
     bench.model.execute = broken  # type: ignore[method-assign]

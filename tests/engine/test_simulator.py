@@ -114,26 +114,6 @@ def test_a_gap_between_tokens_counts_once_for_each_request() -> None:
     assert gaps.mean == pytest.approx(1000 * (3 * first + both) / 99)
 
 
-def test_the_longest_gap_of_each_request() -> None:
-    # The second prompt is computed while the first request decodes; the third request has no gap at all.
-    result = simulate(trace_of((8, 30), (100, 3), (8, 1), times=[0.0, 0.05, 10.0]), setup(), TRACE)
-    longest = result.latency.longest_gap
-    assert longest is not None
-    beside = FIXED + DECODE + 100 * PREFILL + 5050 * PAIR
-    assert 1000 * beside < longest.max < 1000 * beside + 1
-    assert longest.mean == pytest.approx((longest.max + 1000 * (FIXED + 2 * DECODE)) / 2, rel=0.01)
-
-
-def test_a_request_that_fails_was_silent_until_then() -> None:
-    # Of 7 blocks each has 3 when both need a fourth; whoever gives way then waits until its time is over.
-    trace = trace_of((40, 57), (40, 57))
-    result = simulate(trace, setup(pool_tokens=112, ttl_s=0.6, max_tokens=None, forecast="none"), BACKLOG)
-    assert result.failed == {"deadline_exceeded": 2} and result.preempted_requests == 1
-    longest = result.latency.longest_gap
-    assert longest is not None and 350 < longest.max < 500
-    assert result.preempted_s == pytest.approx(longest.max / 1000, abs=0.001)
-
-
 def test_sessions_wait_for_their_answers() -> None:
     calls = trace_of((10, 4), (20, 4), (10, 4), (20, 4)).requests
     linked = Trace(
@@ -232,20 +212,6 @@ def test_swapped_requests_come_back_without_computing_again() -> None:
     assert longer.duration_s - result.duration_s == pytest.approx(2 * result.swapped_blocks * 16 * MOVE)
     slow = Device("slow", TimingModel(FIXED, PREFILL, DECODE, KV, PAIR, 1.0), 4096, 100_000, 64, 256)
     assert simulate(trace, setup(device=slow, pool_tokens=1600, max_tokens=None), BACKLOG).swap_preemptions == 0
-
-
-def test_without_a_forecast_the_pool_is_filled_until_somebody_must_give_way() -> None:
-    trace = drawn(120, prompts=40, outputs=300)
-    small = setup(pool_tokens=4096)
-    plain = simulate(trace, dataclasses.replace(small, forecast="none"), BACKLOG)
-    careful = simulate(trace, small, BACKLOG)
-    naive = simulate_naive(trace, small, BACKLOG, budget=small.budget)
-    for reckless in (plain, naive):
-        assert reckless.preemptions >= 3 * careful.preemptions
-        assert reckless.preempted_s > 3 * careful.preempted_s
-        assert 0 < reckless.preempted_requests <= reckless.preemptions
-        assert reckless.latency.longest_gap is not None and careful.latency.longest_gap is not None
-        assert reckless.latency.longest_gap.p90 > 2 * careful.latency.longest_gap.p90
 
 
 def test_reserve_never_preempts() -> None:

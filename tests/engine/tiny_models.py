@@ -21,6 +21,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from pagemill.engine.logit_rules import LogitRules
 from pagemill.engine.model_runner import ModelRunner
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
@@ -161,7 +162,9 @@ class Driver:
         random.Random(5).shuffle(self._free)
 
     def request(self, prompt: list[int], params: SamplingParams, seed: int = 0) -> Request:
-        return Request("r", list(prompt), params, seed=seed, max_tokens=1 << 20)
+        spec = self.runner.spec
+        rules = LogitRules.of(params, spec.vocab_size, spec.eos_token_ids)
+        return Request("r", list(prompt), params, seed=seed, max_tokens=1 << 20, rules=rules)
 
     def blocks(self, tokens: int) -> list[int]:
         """Blocks for so many tokens, taken for good."""
@@ -171,7 +174,7 @@ class Driver:
         self.steps += 1
         total = sum(item.num_tokens for item in scheduled)
         result = self.runner.execute(SchedulerOutput(self.steps, list(scheduled), num_tokens=total))
-        return [token_id for drawn in result.tokens for token_id in drawn]
+        return [token_id for drawn in result.sampled for token_id in drawn.tokens]
 
     def chunks(self, request: Request, block_ids: list[int], start: int, size: int) -> Iterator[ScheduledSequence]:
         """What is known of the request from `start` on, `size` tokens at a time; only the last chunk samples."""
