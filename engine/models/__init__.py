@@ -1,41 +1,70 @@
-"""Native models by the architecture that config.json names. Modules are imported when a model needs them."""
+"""Models by the architecture that config.json names: native ones, and any decoder of transformers behind a gate.
+
+Modules are imported when a model needs them.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
+import structlog
+
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.models.spec import UnfollowedError
 
 if TYPE_CHECKING:
     from pagemill.engine.loader import ModelFolder
     from pagemill.engine.models.base import Loading, Model
 
-_MODELS = {
-    "LlamaForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
-    "MistralForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
-    "Qwen2ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
-    "Qwen3ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
-    "SmolLM3ForCausalLM": ("pagemill.engine.models.llama", "LlamaModel"),
-    "GPT2LMHeadModel": ("pagemill.engine.models.gpt2", "GPT2Model"),
-    "OPTForCausalLM": ("pagemill.engine.models.opt", "OPTModel"),
+# Architecture: its model type, and the class that computes it. Some architectures are used by several model types with
+# weights of other names, which transformers sorts out.
+_NATIVE = {
+    "LlamaForCausalLM": ("llama", "pagemill.engine.models.llama", "LlamaModel"),
+    "MistralForCausalLM": ("mistral", "pagemill.engine.models.llama", "LlamaModel"),
+    "Qwen2ForCausalLM": ("qwen2", "pagemill.engine.models.llama", "LlamaModel"),
+    "Qwen3ForCausalLM": ("qwen3", "pagemill.engine.models.llama", "LlamaModel"),
+    "SmolLM3ForCausalLM": ("smollm3", "pagemill.engine.models.llama", "LlamaModel"),
+    "GPT2LMHeadModel": ("gpt2", "pagemill.engine.models.gpt2", "GPT2Model"),
+    "OPTForCausalLM": ("opt", "pagemill.engine.models.opt", "OPTModel"),
 }
 
-SUPPORTED_ARCHITECTURES = tuple(_MODELS)
+NATIVE_ARCHITECTURES = tuple(_NATIVE)
+
+_log = structlog.get_logger(__name__)
+
+
+def _is_native(folder: ModelFolder) -> bool:
+    model_type, *_ = _NATIVE.get(folder.architecture, (None,))
+    return model_type is not None and folder.config.get("model_type", model_type) == model_type
 
 
 def check_architecture(folder: ModelFolder) -> None:
-    """Raise `ConfigError`, naming what is supported, where the model's architecture is not."""
-    if folder.architecture not in _MODELS:
-        raise ConfigError(
-            f"architecture {folder.architecture} of {folder.name} is not supported; "
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
+    """Raise `ConfigError` with the reason where config.json already says that a model cannot be served."""
+    if not _is_native(folder):
+        from pagemill.engine.models.refusals import read_config
+
+        read_config(folder)
 
 
 def load_model(folder: ModelFolder, loading: Loading, max_model_len: int | None = None) -> Model:
-    """Build a folder's model with its weights. Raises `ConfigError` where configuration or weights do not allow it."""
-    check_architecture(folder)
-    module, name = _MODELS[folder.architecture]
-    model: Model = getattr(importlib.import_module(module), name)(folder, loading, max_model_len)
-    return model
+    """Build a folder's model with its weights: natively, or as transformers computes it where there is no native model
+    or where that does not follow the configuration. Raises `ConfigError` where neither is possible."""
+    if not _is_native(folder):
+        return _generic(folder, loading, max_model_len)
+    _, module, name = _NATIVE[folder.architecture]
+    try:
+        model: Model = getattr(importlib.import_module(module), name)(folder, loading, max_model_len)
+        return model
+    except UnfollowedError as unfollowed:
+        _log.info("not computed natively", reason=str(unfollowed))
+        try:
+            return _generic(folder, loading, max_model_len)
+        except ConfigError as error:
+            raise ConfigError(f"{unfollowed}; and through transformers: {error}") from error
+
+
+def _generic(folder: ModelFolder, loading: Loading, max_model_len: int | None) -> Model:
+    from pagemill.engine.models.generic import GenericModel
+
+    return GenericModel(folder, loading, max_model_len)

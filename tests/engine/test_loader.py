@@ -20,6 +20,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import BUNDLED_MODEL, read_folder, resolve_model
 from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.models.generic import GenericModel
 from tests.engine.tiny_gguf import write_gguf
 from tests.engine.tiny_models import CONFIGS, LLAMA3_ROPE, LONGEST, Driver, generated_by_transformers, save_model
 
@@ -152,16 +153,21 @@ def test_eos_ids_come_from_both_files(copy: Path) -> None:
         (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
         (lambda f: edit_json(f / "config.json", eos_token_id="</s>"), "eos_token_id must be a token id"),
         (lambda f: edit_json(f / "config.json", architectures=None), "names no architecture"),
-        (lambda f: edit_json(f / "config.json", architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel .* not supported"),
+        (
+            lambda f: edit_json(f / "config.json", architectures=["LlamaModel"]),
+            "LlamaModel .* not supported: .*LlamaFor",
+        ),
         (lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "awq"}), r"quantised \(awq\)"),
         (lambda f: edit_json(f / "config.json", hidden_size=None), "hidden_size is missing"),
         (lambda f: edit_json(f / "config.json", num_hidden_layers=0), "num_hidden_layers must be a positive integer"),
         (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "cannot share 3 key/value heads"),
-        (lambda f: edit_json(f / "config.json", hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+        (lambda f: edit_json(f / "config.json", hidden_act="no"), "hidden_act 'no' is not supported.*through transf"),
         (lambda f: edit_json(f / "config.json", rms_norm_eps="1e-5"), "rms_norm_eps must be a positive number"),
-        (lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "yarn", "factor": 4}), "'yarn' is not"),
+        (
+            lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "dynamic", "factor": 4}),
+            "'dynamic' depends on the longest sequence of a batch",
+        ),
         (lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear"}), "factor is missing"),
-        (lambda f: edit_json(f / "config.json", partial_rotary_factor=0.5), "partial_rotary_factor"),
         (lambda f: edit_json(f / "config.json", vocab_size=321), r"embed_tokens.weight has shape \(320, 64\)"),
         (lambda f: edit_json(f / "config.json", intermediate_size=10**12), r"config.json says \(1000000000000, 64\)"),
         (lambda f: edit_json(f / "config.json", max_position_embeddings=10**12), "1000000000000 is not plausible"),
@@ -198,6 +204,47 @@ def test_broken_folders_have_a_named_error(copy: Path, break_it: Callable[[Path]
     break_it(copy)
     with pytest.raises(ConfigError, match=message):
         make_runner(copy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 16.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 8,
+            }
+        },
+    ],
+    ids=["gelu", "yarn"],
+)
+def test_what_the_native_model_does_not_follow_is_left_to_transformers(
+    copy: Path, llama: Path, change: dict[str, Any]
+) -> None:
+    edit_json(copy / "config.json", **change)
+    runner, prompt = make_runner(copy), list(range(60, 100))
+    assert isinstance(runner._model, GenericModel)
+    tokens = Driver(runner).generate(prompt, 8)
+    assert tokens == generated_by_transformers(copy, [prompt], 8)[0]
+    assert tokens != Driver(make_runner(llama)).generate(prompt, 8)
+
+
+def test_gpt2_as_it_was_first_published(tmp_path: Path) -> None:
+    """Names without the outer prefix, the causal masks stored beside the weights."""
+    saved = save_model(CONFIGS["gpt2"](), tmp_path / "saved")
+    folder = Path(shutil.copytree(saved, tmp_path / "old"))
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(weights):
+            weights[name.removeprefix("transformer.")] = weights.pop(name)
+        weights["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+        weights["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+    edit_weights(folder, rename)
+    assert tokens_of(folder) == tokens_of(saved)
 
 
 def test_max_model_len_is_the_models_or_less(llama: Path) -> None:
