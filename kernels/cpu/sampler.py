@@ -1,8 +1,9 @@
 """The fused sampler on the CPU: maximum, cut by min_p, top_k and top_p without sorting the row, then the draw.
 
-Gumbel-max needs noise only for tokens that may still win. No token's noise exceeds `_MAX_GUMBEL`, so a stretch of the
-row that trails the best score so far by more than that is skipped before its noise is made; and of the noise the cheap
-bound -log(u) >= 1 - u is tried before any logarithm. Both skips are exact: they change no result.
+Gumbel-max needs a token's noise only if it may still win. With the largest logit of a span of tokens and the best score
+so far, the bound -log(u) >= 1 - u says how close to 1 a draw u of that span must be, so most spans are done with when
+the largest of their random bits is known, before any logarithm; and where no noise could make up for what a span
+trails, not even bits are made. Both skips are exact: they change no result.
 """
 
 from __future__ import annotations
@@ -13,15 +14,8 @@ from typing import Any
 import numpy as np
 
 from pagemill.kernels.cpu.jit import helper, kernel
-from pagemill.kernels.cpu.simd import (
-    PHILOX_LANES,
-    exp32,
-    float_of_rank,
-    missing_to_one,
-    next_item,
-    philox_block,
-    row_max,
-)
+from pagemill.kernels.cpu.select import BUCKETS, SPAN, collect, find_maxima, threshold
+from pagemill.kernels.cpu.simd import PHILOX_LANES, exp32, next_item, philox_block, philox_max, row_max
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.rng import UNIT
 
@@ -32,25 +26,19 @@ _ONE = np.float32(1.0)
 _LOWEST = np.float32(-np.inf)
 
 _MAX_GUMBEL = -math.log(-math.log(1.0 - 0.5 * UNIT)) + 1e-9
-_MARGIN = np.float32(1e-6)
-_CHUNK = 256  # tokens whose noise is made at a time, four to a Philox counter
-_SPAN = 64  # tokens that share an entry in a row's list of maxima
+_MARGIN = 1e-5  # more than float32 is wrong by in an exponent of up to _MAX_GUMBEL
+_CHUNK = 4096  # logits among which a maximum is looked for at a time
 _MAX_HEAT = 1e30
-_INFINITE_RANK = 0x7F800000  # the place of +inf in the order of the floats; that of -inf is -_INFINITE_RANK - 1
 
 
 @helper
 def token_bits(first_token: int, seed: Any, position: int, choice: int, bits: Any) -> None:
-    """The random bits of the tokens first_token .. first_token + _CHUNK into uint32 [4, _CHUNK / 4].
-
-    first_token is a multiple of 4; those of token first_token + 4 * i + lane are at [lane, i].
-    """
+    """The random bits of the tokens first_token .. first_token + SPAN, uint32 [SPAN]. first_token: a multiple of 4."""
     place = np.uint64(position)
-    for group in range(0, _CHUNK // 4, PHILOX_LANES):
+    for group in range(0, SPAN // 4, PHILOX_LANES):
         philox_block(
             bits,
-            np.int64(group),
-            np.int64(_CHUNK // 4),
+            np.int64(group * 4),
             np.uint64(first_token // 4 + group),
             place & _LOW,
             np.uint64(choice) & _LOW,
@@ -61,20 +49,32 @@ def token_bits(first_token: int, seed: Any, position: int, choice: int, bits: An
 
 
 @helper
+def _largest_bits(first_token: int, seed: Any, position: int, choice: int) -> Any:
+    """The largest of what `token_bits` makes."""
+    place = np.uint64(position)
+    return philox_max(
+        np.uint64(first_token // 4),
+        place & _LOW,
+        np.uint64(choice) & _LOW,
+        place >> _SHIFT,
+        seed & _LOW,
+        seed >> _SHIFT,
+    )
+
+
+@helper
 def _gumbel(bits: Any) -> float:
     return -math.log(-math.log((float(bits) + 0.5) * UNIT))
 
 
 @helper
-def _may_win(logit: Any, heat: Any, best: Any, bits: Any) -> int:
-    """0 where -log(u) >= 1 - u already puts the token's score below the best, with a margin for float32; else 1.
+def _least_bits(gap: float) -> float:
+    """The least random bits that can lift a token over the best score, which it trails by -gap before noise.
 
-    logit / temperature - log(-log(u)) > best means -log(u) < exp(logit / temperature - best).
+    It must have -log(u) < exp(gap), and 1 - u <= -log(u).
     """
-    scaled = logit * heat
-    slack = _MARGIN * (_ONE + abs(scaled) + abs(best))
-    # Asked this way round, a temperature so small that float32 overflows to NaN skips nobody.
-    return 0 if missing_to_one(bits) > exp32(scaled - best + slack) else 1
+    reach = float(exp32(np.float32(gap + _MARGIN)))
+    return (1.0 - reach) / UNIT - 1.0 if reach < 1.0 else 0.0
 
 
 @helper
@@ -82,8 +82,8 @@ def _argmax(row: Any) -> int:
     """The first index of the largest logit; -1 for NaN or nothing above -inf."""
     best = _LOWEST
     at = -1
-    for start in range(0, row.shape[0], 16 * _CHUNK):
-        largest = row_max(row, start, min(16 * _CHUNK, row.shape[0] - start))
+    for start in range(0, row.shape[0], _CHUNK):
+        largest = row_max(row, start, min(_CHUNK, row.shape[0] - start))
         if math.isnan(largest):
             return -1
         if largest > best:
@@ -94,6 +94,20 @@ def _argmax(row: Any) -> int:
     while row[at] != best:
         at += 1
     return at
+
+
+@helper
+def _first_of(row: Any, maxima: Any, largest: Any) -> int:
+    """The first index of the largest logit; -1 for NaN or nothing above -inf."""
+    if math.isnan(largest) or largest == _LOWEST:
+        return -1
+    span = 0
+    while maxima[span] != largest:
+        span += 1
+    token = span * SPAN
+    while row[token] != largest:
+        token += 1
+    return token
 
 
 @helper
@@ -108,116 +122,82 @@ def _first_at_least(scaled: float, temperature: float) -> Any:
 
 
 @helper
-def _weight_from(values: Any, weights: Any, limit: Any) -> float:
-    """The weights of the values at or above a limit, summed."""
-    total = 0.0
-    for i in range(values.shape[0]):
-        total += float(weights[i]) if values[i] >= limit else 0.0
-    return total
-
-
-@helper
-def _threshold(values: Any, weights: Any, wanted: float) -> Any:
-    """The largest value from which upward the weights come to what is wanted, or to all there is.
-
-    A binary search over the order of the floats: 32 passes, but of whole vectors, and ties cost nothing.
-    """
-    wanted = min(wanted, _weight_from(values, weights, _LOWEST))
-    low, high = -_INFINITE_RANK - 1, _INFINITE_RANK + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _weight_from(values, weights, float_of_rank(middle)) >= wanted:
-            low = middle
-        else:
-            high = middle
-    return float_of_rank(low)
-
-
-@helper
-def _collect(row: Any, maxima: Any, limit: Any, values: Any) -> int:
-    """Copy the logits at or above a limit, but for -inf; returns how many."""
-    found = 0
-    for span in range(maxima.shape[0]):
-        if maxima[span] >= limit:
-            stretch = row[span * _SPAN : min((span + 1) * _SPAN, row.shape[0])]
-            for i in range(stretch.shape[0]):
-                if stretch[i] >= limit and stretch[i] > _LOWEST:
-                    values[found] = stretch[i]
-                    found += 1
-    return found
-
-
-@helper
-def _top_k(row: Any, maxima: Any, wanted: int, values: Any, weights: Any) -> Any:
+def _top_k(row: Any, maxima: Any, wanted: int, values: Any, weights: Any, buckets: Any) -> Any:
     """The `wanted`-th largest logit of a row, or the smallest where fewer are above -inf."""
-    weights[:] = _ONE
     limit = _LOWEST
-    if wanted <= maxima.shape[0]:
+    if wanted < maxima.shape[0]:
         # That many spans have a maximum of at least this, so that many tokens have.
-        limit = _threshold(maxima, weights, float(wanted))
-    found = _collect(row, maxima, limit, values)
-    return _threshold(values[:found], weights, float(wanted))
+        values[: maxima.shape[0]] = maxima
+        weights[: maxima.shape[0]] = _ONE
+        limit = threshold(values[: maxima.shape[0]], weights[: maxima.shape[0]], float(wanted), buckets)
+    found = collect(row, maxima, limit, values)
+    weights[:found] = _ONE
+    return threshold(values[:found], weights[:found], float(wanted), buckets)
 
 
 @helper
-def _mass(row: Any, largest: Any, heat: Any, cut: Any) -> float:
+def _mass(row: Any, maxima: Any, heat: Any, largest: Any, cut: Any) -> float:
     """The sum of exp((logit - largest) / temperature) over logits of at least the cut."""
     total = 0.0
-    for start in range(0, row.shape[0], _CHUNK):
-        chunk = row[start : min(start + _CHUNK, row.shape[0])]
-        part = _ZERO
-        for i in range(chunk.shape[0]):
-            weight = exp32((chunk[i] - largest) * heat)
-            part += weight if chunk[i] >= cut else _ZERO
-        total += float(part)
+    for span in range(maxima.shape[0]):
+        if maxima[span] >= cut:
+            stretch = row[span * SPAN : min((span + 1) * SPAN, row.shape[0])]
+            part = _ZERO
+            for i in range(stretch.shape[0]):
+                weight = exp32((stretch[i] - largest) * heat)
+                part += weight if stretch[i] >= cut else _ZERO
+            total += float(part)
     return total
 
 
 @helper
 def _top_p(
-    row: Any, maxima: Any, temperature: float, largest: Any, cut: Any, top_p: float, values: Any, weights: Any
+    row: Any,
+    maxima: Any,
+    temperature: float,
+    largest: Any,
+    cut: Any,
+    top_p: float,
+    values: Any,
+    weights: Any,
+    buckets: Any,
 ) -> Any:
     """The smallest logit of the nucleus: the fewest likeliest tokens, of those at or above the cut, with mass top_p."""
     heat = np.float32(min(1.0 / temperature, _MAX_HEAT))
-    total = _mass(row, largest, heat, cut)
+    total = _mass(row, maxima, heat, largest, cut)
     # All tokens lighter than an equal share of 1 - top_p weigh less than that together: the nucleus ends above them.
     share = 0.5 * (1.0 - top_p) * total / row.shape[0]
     floor = np.float32(float(largest) + math.log(max(share, 1e-300)) * temperature)
-    found = _collect(row, maxima, max(cut, floor), values)
+    found = collect(row, maxima, max(cut, floor), values)
     for i in range(found):
         weights[i] = exp32((values[i] - largest) * heat)
-    return _threshold(values[:found], weights, top_p * total)
+    return threshold(values[:found], weights[:found], top_p * total, buckets)
 
 
 @helper
-def _draw(row: Any, temperature: float, cut: Any, first: int, seed: Any, position: int, choice: int, bits: Any) -> int:
+def _draw(
+    row: Any, maxima: Any, temperature: float, cut: Any, first: int, seed: Any, position: int, choice: int, bits: Any
+) -> int:
     """Gumbel-max over the tokens at or above the cut; `first` is the likeliest one, `bits` scratch."""
     token_bits(first // 4 * 4, seed, position, choice, bits)
     chosen = first
-    best = float(row[first]) / temperature + _gumbel(bits[first % 4, 0])
-    heat = np.float32(min(1.0 / temperature, _MAX_HEAT))
-    for start in range(0, row.shape[0], _CHUNK):
-        chunk = row[start : min(start + _CHUNK, row.shape[0])]
-        highest = row_max(row, start, chunk.shape[0])
-        if highest < cut or float(highest) / temperature < best - _MAX_GUMBEL:
+    best = float(row[first]) / temperature + _gumbel(bits[first % 4])
+    for span in range(maxima.shape[0]):
+        gap = float(maxima[span]) / temperature - best
+        if maxima[span] < cut or gap < -_MAX_GUMBEL:
             continue
-        token_bits(start, seed, position, choice, bits)
-        for lane in range(min(4, chunk.shape[0])):
-            logits = chunk[lane::4]
-            lane_bits = bits[lane]
-            passed = 0
-            for i in range(logits.shape[0]):
-                passed += _may_win(logits[i], heat, np.float32(best), lane_bits[i])
-            if passed == 0:
+        least = _least_bits(gap)
+        if _largest_bits(span * SPAN, seed, position, choice) < least:
+            continue
+        token_bits(span * SPAN, seed, position, choice, bits)
+        for token in range(span * SPAN, min((span + 1) * SPAN, row.shape[0])):
+            own = bits[token - span * SPAN]
+            if own < least or row[token] < cut:
                 continue
-            for i in range(logits.shape[0]):
-                if logits[i] < cut or _may_win(logits[i], heat, np.float32(best), lane_bits[i]) == 0:
-                    continue
-                score = float(logits[i]) / temperature + _gumbel(lane_bits[i])
-                token = start + 4 * i + lane
-                if score > best or (score == best and token < chosen):
-                    best = score
-                    chosen = token
+            score = float(row[token]) / temperature + _gumbel(own)
+            if score > best or (score == best and token < chosen):
+                best = score
+                chosen = token
     return chosen
 
 
@@ -237,8 +217,9 @@ def _sample_rows(
     out: Any,
 ) -> None:
     size = logits.shape[1]
-    bits = np.empty((4, _CHUNK // 4), np.uint32)
-    maxima = np.empty((size + _SPAN - 1) // _SPAN, np.float32)
+    bits = np.empty(SPAN, np.uint32)
+    buckets = np.empty(BUCKETS, np.float64)
+    maxima = np.empty((size + SPAN - 1) // SPAN, np.float32)
     values = np.empty(size, np.float32)
     weights = np.empty(size, np.float32)
     while True:
@@ -246,22 +227,23 @@ def _sample_rows(
         if index >= logits.shape[0]:
             break
         row = logits[index]
-        first = _argmax(row)
         heat = float(temperature[index])
-        if first < 0 or heat == 0.0 or row[first] == np.inf:
-            out[index] = first
+        if heat == 0.0:
+            out[index] = _argmax(row)
+            continue
+        largest = find_maxima(row, maxima)
+        first = _first_of(row, maxima, largest)
+        out[index] = first
+        if first < 0 or largest == np.inf:
             continue
         cut = _LOWEST
         if min_p[index] > _ZERO:
-            cut = _first_at_least(float(row[first]) / heat + math.log(float(min_p[index])), heat)
-        if 0 < top_k[index] < size or top_p[index] < _ONE:
-            for span in range(maxima.shape[0]):
-                maxima[span] = row_max(row, span * _SPAN, min(_SPAN, size - span * _SPAN))
-            if 0 < top_k[index] < size:
-                cut = max(cut, _top_k(row, maxima, top_k[index], values, weights))
-            if top_p[index] < _ONE:
-                cut = _top_p(row, maxima, heat, row[first], cut, float(top_p[index]), values, weights)
-        out[index] = _draw(row, heat, cut, first, seed[index], position[index], choice[index], bits)
+            cut = _first_at_least(float(largest) / heat + math.log(float(min_p[index])), heat)
+        if 0 < top_k[index] < size:
+            cut = max(cut, _top_k(row, maxima, top_k[index], values, weights, buckets))
+        if top_p[index] < _ONE:
+            cut = _top_p(row, maxima, heat, largest, cut, float(top_p[index]), values, weights, buckets)
+        out[index] = _draw(row, maxima, heat, cut, first, seed[index], position[index], choice[index], bits)
 
 
 @kernel

@@ -11,7 +11,7 @@ touched, whatever it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -34,6 +34,8 @@ _F32 = ir.FloatType()
 _VI32 = ir.VectorType(_I32, LANES)
 _VF32 = ir.VectorType(_F32, LANES)
 _VI1 = ir.VectorType(_I1, LANES)
+_PHILOX_VECTOR = ir.VectorType(_I64, PHILOX_LANES)
+_PHILOX_WORD = ir.VectorType(_I32, PHILOX_LANES)
 
 
 @intrinsic
@@ -331,56 +333,85 @@ def float_of_rank(typingctx: Any, rank: Any) -> Any:
 
 
 @intrinsic
-def missing_to_one(typingctx: Any, bits: Any) -> Any:
-    """1 - bits / 2^32 less half a step, as a float32: how much a draw falls short of 1."""
-    if bits != types.uint32:
+def rank_of_float(typingctx: Any, x: Any) -> Any:
+    """The inverse of `float_of_rank`."""
+    if x != types.float32:
         return None
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.fmul(builder.uitofp(builder.not_(args[0]), _F32), ir.Constant(_F32, 2.0**-32))
+        bits = builder.bitcast(args[0], _I32)
+        flip = builder.and_(builder.ashr(bits, ir.Constant(_I32, 31)), ir.Constant(_I32, 0x7FFFFFFF))
+        return builder.sext(builder.xor(bits, flip), _I64)
 
-    return types.float32(bits), codegen
+    return types.int64(x), codegen
+
+
+def _spread(builder: Any, scalar: Any) -> Any:
+    """A 64-bit scalar in all lanes of Philox."""
+    undefined = ir.Constant(_PHILOX_VECTOR, ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_I32, PHILOX_LANES), [0] * PHILOX_LANES))
+
+
+def _philox(builder: Any, first: Any, key: Sequence[Any]) -> list[Any]:
+    """Philox4x32-10 of the 8 counters (first + i, c1, c2, c3) under (k0, k1), key = (c1, c2, c3, k0, k1), 64-bit each.
+
+    Returns its four words, <8 x i32>; the twin of `kernels.rng.philox`.
+    """
+
+    def constant(value: int) -> Any:
+        return ir.Constant(_PHILOX_VECTOR, [value] * PHILOX_LANES)
+
+    low, shift = constant(0xFFFFFFFF), constant(32)
+    x0 = builder.add(_spread(builder, first), ir.Constant(_PHILOX_VECTOR, list(range(PHILOX_LANES))))
+    x1, x2, x3 = (_spread(builder, word) for word in key[:3])
+    key0, key1 = key[3:]
+    for _ in range(PHILOX_ROUNDS):
+        product0 = builder.mul(builder.and_(x0, low), constant(PHILOX_M0))
+        product1 = builder.mul(builder.and_(x2, low), constant(PHILOX_M1))
+        x0 = builder.xor(builder.xor(builder.lshr(product1, shift), x1), _spread(builder, key0))
+        x2 = builder.xor(builder.xor(builder.lshr(product0, shift), x3), _spread(builder, key1))
+        x1, x3 = product1, product0  # their high halves are dropped by the next `and`, or at the end
+        key0 = builder.and_(builder.add(key0, ir.Constant(_I64, PHILOX_W0)), ir.Constant(_I64, 0xFFFFFFFF))
+        key1 = builder.and_(builder.add(key1, ir.Constant(_I64, PHILOX_W1)), ir.Constant(_I64, 0xFFFFFFFF))
+    return [builder.trunc(word, _PHILOX_WORD) for word in (x0, x1, x2, x3)]
 
 
 @intrinsic
-def philox_block(
-    typingctx: Any, out: Any, offset: Any, stride: Any, first: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any
-) -> Any:
-    """Philox4x32-10 of the 8 counters (first + i, c1, c2, c3) under (k0, k1); the twin of `kernels.rng.philox`.
+def philox_block(typingctx: Any, out: Any, offset: Any, first: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
+    """The words of the 8 counters from (first, c1, c2, c3) under (k0, k1), one counter's after the other's.
 
-    Word w of counter first + i goes to out[offset + w * stride + i], uint32. All arguments but out are 64-bit.
+    They go to out[offset : offset + 32], uint32. All arguments but out are 64-bit.
     """
-    vector = ir.VectorType(_I64, PHILOX_LANES)
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        def spread(scalar: Any) -> Any:
-            one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
-            zeros = ir.Constant(ir.VectorType(_I32, PHILOX_LANES), [0] * PHILOX_LANES)
-            return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
-
-        def constant(value: int) -> Any:
-            return ir.Constant(vector, [value] * PHILOX_LANES)
-
-        low, shift = constant(0xFFFFFFFF), constant(32)
         data = _data(context, builder, sig.args[0], args[0], _I32)
-        x0 = builder.add(spread(args[3]), ir.Constant(vector, list(range(PHILOX_LANES))))
-        x1, x2, x3 = (spread(args[i]) for i in (4, 5, 6))
-        key0, key1 = args[7], args[8]
-        for _ in range(PHILOX_ROUNDS):
-            product0 = builder.mul(builder.and_(x0, low), constant(PHILOX_M0))
-            product1 = builder.mul(builder.and_(x2, low), constant(PHILOX_M1))
-            x0 = builder.xor(builder.xor(builder.lshr(product1, shift), x1), spread(key0))
-            x2 = builder.xor(builder.xor(builder.lshr(product0, shift), x3), spread(key1))
-            x1, x3 = product1, product0  # their high halves are dropped by the next `and`, or at the end
-            key0 = builder.and_(builder.add(key0, ir.Constant(_I64, PHILOX_W0)), ir.Constant(_I64, 0xFFFFFFFF))
-            key1 = builder.and_(builder.add(key1, ir.Constant(_I64, PHILOX_W1)), ir.Constant(_I64, 0xFFFFFFFF))
-        for word, value in enumerate((x0, x1, x2, x3)):
-            at = builder.add(args[1], builder.mul(args[2], ir.Constant(_I64, word)))
-            narrow_value = builder.trunc(value, ir.VectorType(_I32, PHILOX_LANES))
-            _store(builder, narrow_value, builder.gep(data, [at]))
+        words = _philox(builder, args[2], args[3:])
+        pairs = [builder.shuffle_vector(*words[i : i + 2], _lanes(range(2 * PHILOX_LANES))) for i in (0, 2)]
+        order = [word * PHILOX_LANES + lane for lane in range(PHILOX_LANES) for word in range(4)]
+        _store(builder, builder.shuffle_vector(*pairs, _lanes(order)), builder.gep(data, [args[1]]))
         return context.get_dummy_value()
 
-    return types.void(out, offset, stride, first, c1, c2, c3, k0, k1), codegen
+    return types.void(out, offset, first, c1, c2, c3, k0, k1), codegen
+
+
+@intrinsic
+def philox_max(typingctx: Any, first: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
+    """The largest word, uint32, of the 16 counters from (first, c1, c2, c3) under (k0, k1). Nothing is stored."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        second = builder.add(args[0], ir.Constant(_I64, PHILOX_LANES))
+        best, *words = [word for start in (args[0], second) for word in _philox(builder, start, args[1:])]
+        for word in words:
+            best = _call(builder, f"llvm.umax.v{PHILOX_LANES}i32", _PHILOX_WORD, [best, word])
+        return _call(builder, f"llvm.vector.reduce.umax.v{PHILOX_LANES}i32", _I32, [best])
+
+    return types.uint32(first, c1, c2, c3, k0, k1), codegen
+
+
+def _lanes(order: Iterable[int]) -> Any:
+    indices = list(order)
+    return ir.Constant(ir.VectorType(_I32, len(indices)), indices)
 
 
 @intrinsic
