@@ -9,7 +9,7 @@ BENCH := build/bench
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run serve test check bench bench-scheduler gpu-check clean
+.PHONY: help install run serve test check bench bench-scheduler bench-sampler gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -50,6 +50,9 @@ bench: $(STAMP)  ## throughput of four workloads on this machine (JSON, one line
 
 bench-scheduler: $(STAMP)  ## cost of scheduling and block work per step, by size of the pool
 	$(PY) bench/scheduler_cost.py
+
+bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parameters
+	$(PY) bench/sampler_cost.py
 
 # Where there is no .venv (a borrowed GPU machine), the machine's own Python and CUDA torch are used.
 gpu-check:  ## the Triton kernels on a real GPU

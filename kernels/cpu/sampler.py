@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pagemill.kernels.cpu.jit import helper, kernel
-from pagemill.kernels.cpu.select import BUCKETS, SPAN, collect, find_maxima, threshold
+from pagemill.kernels.cpu.select import BUCKETS, SLACK, SPAN, find_maxima, row_threshold, threshold
 from pagemill.kernels.cpu.simd import PHILOX_LANES, exp32, next_item, philox_block, philox_max, row_max
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.rng import UNIT
@@ -122,17 +122,14 @@ def _first_at_least(scaled: float, temperature: float) -> Any:
 
 
 @helper
-def _top_k(row: Any, maxima: Any, wanted: int, values: Any, weights: Any, buckets: Any) -> Any:
+def _top_k(row: Any, maxima: Any, largest: Any, wanted: int, values: Any, weights: Any, buckets: Any) -> Any:
     """The `wanted`-th largest logit of a row, or the smallest where fewer are above -inf."""
     limit = _LOWEST
     if wanted < maxima.shape[0]:
         # That many spans have a maximum of at least this, so that many tokens have.
-        values[: maxima.shape[0]] = maxima
         weights[: maxima.shape[0]] = _ONE
-        limit = threshold(values[: maxima.shape[0]], weights[: maxima.shape[0]], float(wanted), buckets)
-    found = collect(row, maxima, limit, values)
-    weights[:found] = _ONE
-    return threshold(values[:found], weights[:found], float(wanted), buckets)
+        limit = threshold(maxima, weights[: maxima.shape[0]], float(wanted))
+    return row_threshold(row, maxima, limit, largest, _ZERO, float(wanted), values, weights, buckets)
 
 
 @helper
@@ -168,10 +165,7 @@ def _top_p(
     # All tokens lighter than an equal share of 1 - top_p weigh less than that together: the nucleus ends above them.
     share = 0.5 * (1.0 - top_p) * total / row.shape[0]
     floor = np.float32(float(largest) + math.log(max(share, 1e-300)) * temperature)
-    found = collect(row, maxima, max(cut, floor), values)
-    for i in range(found):
-        weights[i] = exp32((values[i] - largest) * heat)
-    return threshold(values[:found], weights[:found], top_p * total, buckets)
+    return row_threshold(row, maxima, max(cut, floor), largest, heat, top_p * total, values, weights, buckets)
 
 
 @helper
@@ -220,8 +214,8 @@ def _sample_rows(
     bits = np.empty(SPAN, np.uint32)
     buckets = np.empty(BUCKETS, np.float64)
     maxima = np.empty((size + SPAN - 1) // SPAN, np.float32)
-    values = np.empty(size, np.float32)
-    weights = np.empty(size, np.float32)
+    values = np.empty(size + SLACK, np.float32)
+    weights = np.empty(size + SLACK, np.float32)
     while True:
         index = next_item(counter)
         if index >= logits.shape[0]:
@@ -240,7 +234,7 @@ def _sample_rows(
         if min_p[index] > _ZERO:
             cut = _first_at_least(float(largest) / heat + math.log(float(min_p[index])), heat)
         if 0 < top_k[index] < size:
-            cut = max(cut, _top_k(row, maxima, top_k[index], values, weights, buckets))
+            cut = max(cut, _top_k(row, maxima, largest, top_k[index], values, weights, buckets))
         if top_p[index] < _ONE:
             cut = _top_p(row, maxima, heat, largest, cut, float(top_p[index]), values, weights, buckets)
         out[index] = _draw(row, maxima, heat, cut, first, seed[index], position[index], choice[index], bits)

@@ -321,6 +321,41 @@ def _take_max(builder: Any, values: Any, best: Any, bad: Any) -> None:
 
 
 @intrinsic
+def keep_between(typingctx: Any, a: Any, offset: Any, count: Any, low: Any, high: Any, out: Any, kept: Any) -> Any:
+    """Append the values of a[offset : offset + count] with low <= value < high to out, of which `kept` are used.
+
+    Arrays of float32; returns how many of out are used then. Up to 15 entries behind them are overwritten.
+    """
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = _data(context, builder, sig.args[0], args[0], _F32)
+        target = _data(context, builder, sig.args[5], args[5], _F32)
+        lows, highs = splat(builder, args[3]), splat(builder, args[4])
+        end = cgutils.alloca_once_value(builder, args[6])
+        lanes = ir.Constant(_I64, LANES)
+
+        def append(place: Any, mask: Any | None) -> None:
+            values = _load(builder, builder.gep(data, [place]), _VF32, mask)
+            keep = builder.and_(builder.fcmp_ordered(">=", values, lows), builder.fcmp_ordered("<", values, highs))
+            if mask is not None:
+                keep = builder.and_(keep, mask)
+            name = f"llvm.experimental.vector.compress.v{LANES}f32"
+            packed = _call(builder, name, _VF32, [values, keep, ir.Constant(_VF32, ir.Undefined)])
+            at = builder.load(end)
+            _store(builder, packed, builder.gep(target, [at]))
+            number = _call(builder, f"llvm.ctpop.i{LANES}", _I16, [builder.bitcast(keep, _I16)])
+            builder.store(builder.add(at, builder.zext(number, _I64)), end)
+
+        with cgutils.for_range(builder, builder.sdiv(args[2], lanes)) as loop:
+            append(builder.add(args[1], builder.mul(loop.index, lanes)), None)
+        rest = builder.srem(args[2], lanes)
+        append(builder.add(args[1], builder.sub(args[2], rest)), _lane_mask(builder, rest))
+        return builder.load(end)
+
+    return types.int64(a, types.int64, types.int64, types.float32, types.float32, out, types.int64), codegen
+
+
+@intrinsic
 def float_of_rank(typingctx: Any, rank: Any) -> Any:
     """The float32 at a place of their order: an int64 in [-2^31, 2^31) that grows with the float. NaN at both ends."""
 
