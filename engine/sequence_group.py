@@ -97,10 +97,19 @@ class _Group:
         self._all.append(fork)
         return fork
 
-    def _begin_state(self, sequence: Request) -> None:
-        """What the tokens that the sequence has mean for its next logits."""
-        if sequence.rules is not None:
-            sequence.logits_state = sequence.rules.begin(sequence.prompt_token_ids, sequence.output_token_ids)
+    def _begin_states(self, sequences: Sequence[Request]) -> list[SequenceOutput]:
+        """What the tokens that the sequences have mean for their next logits. Where they cannot go on from these, the
+        request's only increment, which says so."""
+        try:
+            for sequence in sequences:
+                if sequence.rules is not None:
+                    sequence.logits_state = sequence.rules.begin(sequence.prompt_token_ids, sequence.output_token_ids)
+        except RequestError as error:
+            self._first.arrived_at = self._clock()
+            refused = SequenceOutput(self.request_id, finish_reason="error", error=error)
+            refused.final, refused.metrics = True, self._metrics()
+            return [refused]
+        return []
 
     def _unusable(self, sequence: Request) -> RequestError:
         if sequence.logits_state is not None and sequence.logits_state.failure is not None:
@@ -145,14 +154,20 @@ class SamplingGroup(_Group):
         self._first.output_token_ids = told[0]
         if not any(told):
             self._first.seats = count
-            self._queue(self._first)
-            return []
+            refused = self._begin_states([self._first])
+            if not refused:
+                self._queue(self._first)
+            return refused
         outputs: list[SequenceOutput] = []
         self._prompt_logprobs = None  # they came with the first token
         sequences = [self._first, *(self._fork(self._first, index) for index in range(1, count))]
         for sequence, tokens in zip(sequences, told, strict=True):
             sequence.output_token_ids = tokens
             sequence.num_told_logprobs = len(sequence.prompt_token_ids)
+        refused = self._begin_states(sequences)
+        if refused:
+            return refused
+        for sequence in sequences:
             self._queue(sequence)
         for sequence in sequences:
             finish = self._processors[sequence].finished
@@ -222,7 +237,6 @@ class SamplingGroup(_Group):
         return outputs
 
     def _queue(self, sequence: Request) -> None:
-        self._begin_state(sequence)
         self._processors[sequence] = OutputProcessor(self._tokenizer, sequence, self._eos_token_ids)
         self._scheduler.add(sequence)
 
@@ -322,9 +336,10 @@ class BeamGroup(_Group):
         first.is_reserved = True
         self._beams = [first]
         self._offers: dict[Request, tuple[list[int], list[float]]] = {}
-        self._begin_state(first)
-        self._scheduler.add(first)
-        return []
+        refused = self._begin_states([first])
+        if not refused:
+            self._scheduler.add(first)
+        return refused
 
     def advance(
         self, sequence: Request, sampled: Sampled | None, prompt_logprobs: Sequence[PositionLogprobs] = ()

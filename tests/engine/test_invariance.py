@@ -31,6 +31,10 @@ def jobs(seed: int) -> dict[str, Job]:
             min_p=rng.choice([0.0, 0.0, 0.05]),
             seed=rng.choice([7, rng.randrange(2**64)]),
             n=rng.choice([1, 1, 1, 2, 3]),
+            presence_penalty=rng.choice([0.0, 0.0, 0.8]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+            logit_bias=rng.choice([{}, {}, {5: 2.0, 9: -3.0}]),
+            logprobs=rng.choice([None, None, 2]),
             max_tokens=rng.randint(1, 40),
             ignore_eos=True,
         )
