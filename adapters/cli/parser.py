@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_type_hints
 
+import orjson
+
 from pagemill.adapters.cli.settings import Group, Setting, nearest, settings_table
 from pagemill.adapters.cli.simulate_flags import add_flags as add_simulate_flags
 from pagemill.engine.sampling_params import SAMPLING_FIELDS, SamplingParams
@@ -46,7 +48,20 @@ _SAMPLING_HELP = {
     "ignore_eos": "go on after the model's end-of-sequence",
     "skip_special_tokens": "leave special tokens out of the text (default)",
     "include_stop_str_in_output": "keep the stop string in the text",
+    "presence_penalty": "taken off the logits of tokens generated before; default 0",
+    "frequency_penalty": "taken off them once for each time; default 0",
+    "repetition_penalty": "divides the logits of tokens of prompt and output; default 1",
+    "logit_bias": 'added to logits, as JSON: {"token id": number}',
+    "allowed_token_ids": "the only token ids that may be generated, with commas between",
+    "bad_words": "text that is not generated; may be given several times",
+    "logprobs": "log-probabilities of each token and of so many likeliest ones (see --json)",
+    "prompt_logprobs": "the same for the prompt",
+    "structured_outputs": 'what the text has to be, as JSON: {"json": SCHEMA}, {"regex": "..."}, {"choice": [...]}',
+    "response_format": 'the same as OpenAI writes it: {"type": "json_object"}',
 }
+_IDS = ("stop_token_ids", "allowed_token_ids")
+_TEXTS = ("stop", "bad_words")
+_OBJECTS = ("logit_bias", "structured_outputs", "response_format")
 
 
 class Parser(argparse.ArgumentParser):
@@ -218,9 +233,11 @@ def _add_sampling(section: Any, name: str, hint: Any) -> None:
     flag, dest, text = "--" + name.replace("_", "-"), BODY_PREFIX + name, _SAMPLING_HELP.get(name, "")
     if hint is bool:
         section.add_argument(flag, dest=dest, action=argparse.BooleanOptionalAction, help=text)
-    elif name == "stop":
+    elif name in _TEXTS:
         section.add_argument(flag, dest=dest, action="append", metavar="TEXT", help=text)
-    elif name == "stop_token_ids":
+    elif name in _OBJECTS:
+        section.add_argument(flag, dest=dest, type=_object, metavar="JSON", help=text)
+    elif name in _IDS:
         section.add_argument(flag, dest=dest, type=_ids, metavar="IDS", help=text)
     elif name == "early_stopping":
         section.add_argument(flag, dest=dest, type=_early_stopping, metavar="true|false|never", help=text)
@@ -230,6 +247,13 @@ def _add_sampling(section: Any, name: str, hint: Any) -> None:
 
 def _early_stopping(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text, text)
+
+
+def _object(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
 
 
 def _ids(text: str) -> list[int]:

@@ -15,20 +15,22 @@ if TYPE_CHECKING:
     from pagemill.engine.errors import RequestError
     from pagemill.engine.llm import LLM
     from pagemill.engine.sampling_params import SamplingParams
+    from pagemill.engine.structured_outputs import StructuredOutputs
     from pagemill.ingest.client import AsyncClient, Client
 
     __version__: str
 
-__all__ = ["LLM", "AsyncClient", "Client", "RequestError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncClient", "Client", "RequestError", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _HOMES = {
     "LLM": "pagemill.engine.llm",
     "SamplingParams": "pagemill.engine.sampling_params",
+    "StructuredOutputs": "pagemill.engine.structured_outputs",
     "RequestError": "pagemill.engine.errors",
     "Client": "pagemill.ingest.client",
     "AsyncClient": "pagemill.ingest.client",
 }
-_ENGINE_PACKAGES = frozenset(("torch", "transformers", "tokenizers", "numpy", "safetensors", "psutil"))
+_ENGINE_PACKAGES = frozenset(("torch", "transformers", "tokenizers", "numpy", "safetensors", "psutil", "llguidance"))
 
 
 def __getattr__(name: str) -> Any:
