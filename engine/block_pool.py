@@ -79,11 +79,20 @@ class FreeBlockQueue:
         block.prev = block.next = None
         self.count -= 1
 
-    def pop_left(self) -> KVCacheBlock:
+    def pop_left(self, count: int) -> list[KVCacheBlock]:
+        """Take the next `count` blocks."""
+        taken: list[KVCacheBlock] = []
         block = self._head.next
-        assert block is not None and block is not self._tail, "the free list is empty"
-        self.remove(block)
-        return block
+        for _ in range(count):
+            assert block is not None and block is not self._tail, "the free list is empty"
+            taken.append(block)
+            following = block.next
+            block.prev = block.next = None
+            block = following
+        assert block is not None
+        self._head.next, block.prev = block, self._head
+        self.count -= count
+        return taken
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         block = self._head.next
@@ -134,8 +143,7 @@ class BlockPool:
         """Take `count` blocks, each with one reference. The caller has looked at `num_free`."""
         assert count <= self._free.count, f"{count} blocks asked for, {self._free.count} free"
         taken: list[int] = []
-        for _ in range(count):
-            block = self._free.pop_left()
+        for block in self._free.pop_left(count):
             if block.block_hash is not None:
                 del self._by_hash[block.block_hash]
                 block.block_hash = None

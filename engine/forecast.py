@@ -110,13 +110,17 @@ class _Profile:
 
 @dataclass(slots=True)
 class _Change:
-    """What sequences do by each horizon: change of the tokens held, against now, in the mean, its variance and at
-    worst; and how many seats they still take."""
+    """What sequences do by each horizon, as rows [4, horizons], so that two are added at once.
 
-    mean: Floats
-    variance: Floats
-    worst: Floats
-    seats: Floats
+    `mean`, `variance`: of the change of the tokens held, against now; `worst`: that change if nobody ends; `seats`: how
+    many they still take, in the mean.
+    """
+
+    rows: Floats
+
+    @classmethod
+    def none(cls) -> _Change:
+        return cls(np.zeros((4, len(HORIZONS))))
 
     @classmethod
     def of(cls, profile: _Profile, alive: Floats) -> _Change:
@@ -125,12 +129,12 @@ class _Change:
         there = alive @ np.stack((grows, held, profile.seats), axis=1)
         spread = (alive - alive * alive) @ np.stack((grows * grows, grows * held, held * held), axis=1)
         time = HORIZONS.astype(np.float64)
-        return cls(
-            there[:, 1] + time * there[:, 0] - held.sum(),
-            spread[:, 2] + time * (2.0 * spread[:, 1] + time * spread[:, 0]),
-            (np.minimum(HORIZONS[:, None], profile.most - profile.generated) @ profile.grows).astype(np.float64),
-            there[:, 2],
-        )
+        change = cls.none()
+        change.rows[0] = there[:, 1] + time * there[:, 0] - held.sum()
+        change.rows[1] = spread[:, 2] + time * (2.0 * spread[:, 1] + time * spread[:, 0])
+        change.rows[2] = np.minimum(HORIZONS[:, None], profile.most - profile.generated) @ profile.grows
+        change.rows[3] = there[:, 2]
+        return change
 
     @classmethod
     def of_one(cls, profile: _Profile, alive: Floats) -> _Change:
@@ -138,21 +142,34 @@ class _Change:
         held, grows = int(profile.held[0]), int(profile.grows[0])
         size = held + grows * HORIZONS
         there = alive * size
-        left = int(profile.most[0] - profile.generated[0])
-        return cls(
-            there - held, there * (size - there), grows * np.minimum(HORIZONS, left), alive * int(profile.seats[0])
-        )
+        change = cls.none()
+        np.subtract(there, held, out=change.rows[0])
+        np.multiply(there, size - there, out=change.rows[1])
+        np.multiply(np.minimum(HORIZONS, int(profile.most[0] - profile.generated[0])), grows, out=change.rows[2])
+        np.multiply(alive, int(profile.seats[0]), out=change.rows[3])
+        return change
+
+    @property
+    def mean(self) -> Floats:
+        mean: Floats = self.rows[0]
+        return mean
+
+    @property
+    def variance(self) -> Floats:
+        variance: Floats = self.rows[1]
+        return variance
+
+    @property
+    def seats(self) -> Floats:
+        seats: Floats = self.rows[3]
+        return seats
 
     def __add__(self, other: _Change) -> _Change:
-        return _Change(
-            self.mean + other.mean,
-            self.variance + other.variance,
-            self.worst + other.worst,
-            self.seats + other.seats,
-        )
+        return _Change(self.rows + other.rows)
 
     def peak(self) -> float:
-        return float(np.minimum(self.mean + SAFETY * np.sqrt(self.variance), self.worst).max())
+        mean, variance, worst, _ = self.rows
+        return float(np.minimum(mean + SAFETY * np.sqrt(variance), worst).max())
 
 
 class StepTimes:
@@ -247,7 +264,7 @@ class GrowthForecast:
         self._window = sliding_window
         self._refresh_at = 0
         self._committed = 0
-        self._change = _Change(*np.zeros((4, len(HORIZONS))))
+        self._change = _Change.none()
         self._computed_share = 1.0
         self._to_prefill = 0.0
         self._candidate: tuple[Request, _Change] | None = None

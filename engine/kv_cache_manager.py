@@ -14,13 +14,14 @@ written within one decision; the runner makes the moves in that order before it 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pagemill.engine.block_pool import NULL_BLOCK, BlockPool, PoolStatistics
 from pagemill.engine.host_pool import HostPool
-from pagemill.engine.prefix_cache import AnnouncedBlocks, block_hash, root_hash
-from pagemill.engine.request import Request
-from pagemill.engine.scheduler_output import BlockMove
+from pagemill.engine.prefix_cache import AnnouncedBlocks, block_hashes, root_hash
+from pagemill.engine.request import Request, RequestStatus
+from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +124,12 @@ class KVCacheManager:
             if block_id is not None:
                 published += published == len(found)
             else:
-                announcement = self._announced.get(names[index])
-                if announcement is None:
+                owner = self._announced.owner(names[index])
+                if owner is None:
                     break
-                if announcement.block_id is None:
+                if index >= owner.num_scheduled_blocks:
                     return PrefixMatch(found, published, waits=True)
-                block_id = announcement.block_id
+                block_id = owner.block_table.block_ids[index]  # one name, one place in the sequence
             found.append(block_id)
         return PrefixMatch(found, published)
 
@@ -148,8 +149,7 @@ class KVCacheManager:
         if self._caching:
             request.num_announced_blocks = request.num_tokens // self.block_size
             names = self._names(request, request.num_announced_blocks)
-            for name in names[len(match.block_ids) : request.num_announced_blocks]:
-                self._announced.announce(name, request)
+            self._announced.announce(names[len(match.block_ids) : request.num_announced_blocks], request)
 
     def count_hit(self, request: Request) -> None:
         """Enter the request's first admission into the prefix cache's record."""
@@ -178,7 +178,8 @@ class KVCacheManager:
         if need - promised > self.num_available:
             return False
         taken = self.pool.allocate(need)
-        self._promise(request, request.promised_blocks - promised)
+        if promised:
+            self._promise(request, request.promised_blocks - promised)
         request.may_copy = False
         if copies:
             target = taken.pop()
@@ -192,27 +193,22 @@ class KVCacheManager:
 
     def schedule(self, request: Request, num_tokens: int) -> None:
         """The blocks that `num_tokens` fill are part of the coming step: others may share them from now on."""
-        if not self._caching:
-            return
-        table = request.block_table.block_ids
-        last = min(num_tokens // self.block_size, request.num_announced_blocks)
-        for index in range(request.num_computed_tokens // self.block_size, last):
-            self._announced.schedule(request.block_hashes[index], request, table[index])
+        request.num_scheduled_blocks = min(num_tokens // self.block_size, request.num_announced_blocks)
 
-    def commit(self, request: Request, num_tokens: int) -> None:
-        """`num_tokens` more are computed: publish the blocks that became full, let go of those out of sight."""
-        request.num_computed_tokens += num_tokens
-        self._used_slots_missing -= num_tokens
-        full = request.num_computed_tokens // self.block_size
-        if self._caching and full > request.num_published_blocks:
-            table = request.block_table.block_ids
-            names = self._names(request, full)
-            for index in range(request.num_published_blocks, full):
-                self.pool.cache(table[index], names[index])
-                self._announced.withdraw(names[index], request)
-            request.num_published_blocks = full
-        if self._window:
-            self._forget_unseen(request)
+    def commit(self, scheduled: Iterable[ScheduledSequence]) -> None:
+        """The tokens of a step are computed: publish the blocks that became full, let go of those out of sight."""
+        size, total, running = self.block_size, 0, RequestStatus.RUNNING
+        for item in scheduled:
+            request = item.request
+            if request.status is not running:
+                continue
+            total += item.num_tokens
+            request.num_computed_tokens = computed = request.num_computed_tokens + item.num_tokens
+            if self._caching and computed // size > request.num_published_blocks:
+                self._publish(request, computed // size)
+            if self._window:
+                self._forget_unseen(request)
+        self._used_slots_missing -= total
 
     def fork(self, origin: Request, fork: Request, promise_blocks: int) -> None:
         """Give `fork` the blocks and progress of `origin`, and a promise taken out of the origin's where it lasts."""
@@ -248,7 +244,7 @@ class KVCacheManager:
             self.pool.free(table)
         request.block_table.block_ids = []
         request.num_computed_tokens = 0
-        request.num_published_blocks = request.num_announced_blocks = 0
+        request.num_published_blocks = request.num_announced_blocks = request.num_scheduled_blocks = 0
 
     # -- swapping ------------------------------------------------------------------------------------------------
 
@@ -339,6 +335,17 @@ class KVCacheManager:
         self._promised += blocks - request.promised_blocks
         request.promised_blocks = blocks
 
+    def _publish(self, request: Request, num_blocks: int) -> None:
+        """Let the prefix cache know the request's first `num_blocks` blocks."""
+        table = request.block_table.block_ids
+        names = self._names(request, num_blocks)
+        for index in range(request.num_published_blocks, num_blocks):
+            name = names[index]
+            self.pool.cache(table[index], name)
+            if index < request.num_announced_blocks:
+                self._announced.withdraw(name, request)
+        request.num_published_blocks = num_blocks
+
     def _forget_unseen(self, request: Request) -> None:
         """Let go of blocks that no coming token sees: the next one, at position p, sees p - window + 1 and later."""
         table = request.block_table.block_ids
@@ -356,9 +363,7 @@ class KVCacheManager:
         if len(names) < count:
             size = self.block_size
             parent = names[-1] if names else root_hash({"model": self._model_name, "salt": request.cache_salt})
-            for index in range(len(names), count):
-                parent = block_hash(parent, request.tokens(index * size, (index + 1) * size))
-                names.append(parent)
+            names += block_hashes(parent, request.tokens(len(names) * size, count * size), size)
         return names
 
 

@@ -14,9 +14,10 @@ them, so this is right even in the same step), and waits while it is announced b
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+from pagemill.engine.request import Request
 
 
 def root_hash(tags: Mapping[str, str]) -> bytes:
@@ -29,42 +30,35 @@ def root_hash(tags: Mapping[str, str]) -> bytes:
     return digest.digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Name of a full block: 32 bytes over the parent's name and the block's token ids (int32)."""
-    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
-
-
-@dataclass(slots=True)
-class Announcement:
-    """A block that `owner` is going to compute; `block_id` is set once it is scheduled and may be shared."""
-
-    owner: object
-    block_id: int | None = None
+def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Names of full blocks that follow one another: each 32 bytes over the name before and its token ids (int32)."""
+    packed = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    size = 4 * block_size
+    names: list[bytes] = []
+    for start in range(0, len(packed), size):
+        parent = hashlib.sha256(parent + packed[start : start + size]).digest()
+        names.append(parent)
+    return names
 
 
 class AnnouncedBlocks:
-    """Blocks being computed by running requests, by hash."""
+    """Blocks being computed by running requests: their names, and who computes them."""
 
-    __slots__ = ("_by_hash",)
+    __slots__ = ("_owners",)
 
     def __init__(self) -> None:
-        self._by_hash: dict[bytes, Announcement] = {}
+        self._owners: dict[bytes, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._by_hash)
+        return len(self._owners)
 
-    def announce(self, name: bytes, owner: object) -> None:
-        self._by_hash.setdefault(name, Announcement(owner))
+    def announce(self, names: Iterable[bytes], owner: Request) -> None:
+        for name in names:
+            self._owners.setdefault(name, owner)
 
-    def schedule(self, name: bytes, owner: object, block_id: int) -> None:
-        entry = self._by_hash.get(name)
-        if entry is not None and entry.owner is owner:
-            entry.block_id = block_id
+    def withdraw(self, name: bytes, owner: Request) -> None:
+        if self._owners.get(name) is owner:
+            del self._owners[name]
 
-    def withdraw(self, name: bytes, owner: object) -> None:
-        entry = self._by_hash.get(name)
-        if entry is not None and entry.owner is owner:
-            del self._by_hash[name]
-
-    def get(self, name: bytes) -> Announcement | None:
-        return self._by_hash.get(name)
+    def owner(self, name: bytes) -> Request | None:
+        return self._owners.get(name)

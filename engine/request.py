@@ -54,6 +54,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # names of the full blocks, as far as needed yet
     num_published_blocks: int = 0  # leading blocks of the table that the prefix cache knows
     num_announced_blocks: int = 0  # leading blocks whose names were announced while being computed
+    num_scheduled_blocks: int = 0  # of those, the ones that a step has filled or will: others may share them
     may_copy: bool = False  # others may hold its last block too, so writing there may take a copy
     promised_blocks: int = 0  # blocks that the pool keeps back for it
     host_blocks: list[int] = field(default_factory=list)  # where its blocks lie while it is swapped out

@@ -87,6 +87,7 @@ class Scheduler:
         self._chunk_cap = max(1, max_num_batched_tokens // 2)
         self._clock = clock
         self._running: dict[Request, None] = {}
+        self._prefilling: dict[Request, None] = {}  # of them, those with more than one token to compute
         self._queue: WaitingQueue = queue if queue is not None else FcfsQueue()
         self._waiting = WaitingLine(self._queue)
         self._seats = 0  # taken by the running ones
@@ -146,8 +147,7 @@ class Scheduler:
         `ended`: of itself, not by a limit or from outside; its length says something about those to come.
         """
         if request in self._running:
-            del self._running[request]
-            self._seats -= request.seats
+            self._leave(request)
         elif not self._waiting.remove(request):
             return False
         if self.promises.forecast is not None and request.started_at is not None:
@@ -181,10 +181,8 @@ class Scheduler:
         """Choose the next step's tokens and take their blocks. An output without sequences: nothing can run."""
         output = SchedulerOutput(step=self._step)
         self._step += 1
-        decodes, prefills = self._make_room(output)
-        scheduled = [
-            ScheduledSequence(r, r.num_computed_tokens, 1, r.block_table.block_ids, True, r.top) for r in decodes
-        ]
+        scheduled = self._make_room(output)
+        prefills = list(self._prefilling)
         budget = self._budget - len(scheduled)
         chunks: list[ScheduledSequence] = []
         crowded = len(prefills) > 1 or self.num_waiting > 0
@@ -200,7 +198,10 @@ class Scheduler:
                 break
             budget -= self._lengthen(chunk, budget, output)
         for chunk in chunks:
-            chunk.samples = chunk.start + chunk.num_tokens == chunk.request.num_tokens
+            left = chunk.request.num_tokens - chunk.start - chunk.num_tokens
+            chunk.samples = left == 0
+            if left <= 1:
+                del self._prefilling[chunk.request]
         output.scheduled = scheduled + chunks
         output.num_tokens = self._budget - budget
         self._scheduled_tokens += output.num_tokens
@@ -210,9 +211,7 @@ class Scheduler:
 
     def commit(self, output: SchedulerOutput) -> None:
         """The step has run: its tokens are computed, full blocks become known, fenced blocks become free."""
-        for item in output.scheduled:
-            if item.request.status is RequestStatus.RUNNING:
-                self.cache.commit(item.request, item.num_tokens)
+        self.cache.commit(output.scheduled)
         self.cache.end_step()
 
     def append_token(self, request: Request, token_id: int) -> None:
@@ -229,25 +228,20 @@ class Scheduler:
 
     # -- parts of a step -----------------------------------------------------------------------------------------
 
-    def _make_room(self, output: SchedulerOutput) -> tuple[list[Request], list[Request]]:
-        """Give every decode the slot of its next token, preempting where the pool is full.
-
-        Returns the decodes and the prefills under way that are left.
-        """
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        grow, block_size = self.cache.grow, self.cache.block_size
+    def _make_room(self, output: SchedulerOutput) -> list[ScheduledSequence]:
+        """Give every decode the slot of its next token, preempting where the pool is full. Returns the decodes left."""
+        decodes: list[ScheduledSequence] = []
+        prefilling = self._prefilling
+        grow, block_size, running = self.cache.grow, self.cache.block_size, RequestStatus.RUNNING
         moves = output.moves
+        # This loop is run for every sequence in every step. Mostly the slot is there already.
         for request in list(self._running):
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running or request in prefilling:
                 continue
             computed = request.num_computed_tokens
-            if len(request.prompt_token_ids) + len(request.output_token_ids) - computed > 1:
-                prefills.append(request)
-                continue
             if computed % block_size and not request.may_copy:
-                # Mostly the slot is there already; this loop is run for every sequence in every step.
-                decodes.append(request)
+                table = request.block_table.block_ids
+                decodes.append(ScheduledSequence(request, computed, 1, table, True, request.top))
                 continue
             while not grow(request, computed + 1, moves):
                 victim = None if len(self._running) == 1 else choose_victim(self._running, self._last_victim)
@@ -261,15 +255,14 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                decodes.append(request)
+                table = request.block_table.block_ids
+                decodes.append(ScheduledSequence(request, computed, 1, table, True, request.top))
         if output.preempted:
-            decodes = [r for r in decodes if r.status is RequestStatus.RUNNING]
-            prefills = [r for r in prefills if r.status is RequestStatus.RUNNING]
-        return decodes, prefills
+            decodes = [item for item in decodes if item.request.status is running]
+        return decodes
 
     def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
-        del self._running[victim]
-        self._seats -= victim.seats
+        self._leave(victim)
         if self._swaps_out(victim):
             swapped = victim.num_swapped_blocks
             self.cache.swap_out(victim, output.moves)
@@ -315,7 +308,7 @@ class Scheduler:
     def _enter(self, request: Request) -> None:
         """Take a queued request that has its blocks into the batch."""
         self._waiting.remove(request)
-        self._running[request] = None
+        self._running[request] = self._prefilling[request] = None
         self._seats += request.seats
         request.status = RequestStatus.RUNNING
         if request.started_at is None:
@@ -325,6 +318,12 @@ class Scheduler:
         request.num_recomputed_tokens += recomputed
         self._recomputed += recomputed
         request.num_lost_tokens = 0
+
+    def _leave(self, request: Request) -> None:
+        """Take a running request out of the batch."""
+        del self._running[request]
+        self._prefilling.pop(request, None)
+        self._seats -= request.seats
 
     def _continue(self, origin: Request, fork: Request, promise: int) -> None:
         self.cache.fork(origin, fork, promise)
@@ -391,5 +390,7 @@ class Scheduler:
             assert not request.block_table.block_ids, f"{request.request_id} holds blocks without running"
             assert request.promised_blocks == request.num_computed_tokens == 0
             assert not request.host_blocks or request.status is RequestStatus.SWAPPED
+        prefilling = {request for request in self._running if request.num_tokens - request.num_computed_tokens > 1}
+        assert prefilling == self._prefilling.keys(), "a decode passes for a prefill, or the other way round"
         assert self._seats == sum(request.seats for request in self._running), "seats do not add up"
         assert len(self._running) <= self._seats <= self._max_seats

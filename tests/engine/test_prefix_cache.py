@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from pagemill.engine.prefix_cache import block_hash, root_hash
+from pagemill.engine.prefix_cache import block_hashes, root_hash
 from tests.engine.invented import Bench, make
 
 
@@ -26,9 +26,11 @@ def test_tags_do_not_run_together() -> None:
 
 def test_a_name_depends_on_every_token_and_all_before() -> None:
     root = root_hash({})
-    names = {block_hash(root, tokens) for tokens in ([1, 2], [2, 1], [1, 2, 0], [12], [1], [513])}
+    names = {block_hashes(root, tokens, len(tokens))[0] for tokens in ([1, 2], [2, 1], [1, 2, 0], [12], [1], [513])}
     assert len(names) == 6
-    assert block_hash(block_hash(root, [1]), [2]) != block_hash(root, [1, 2])
+    chain = block_hashes(root, [1, 2], 1)
+    assert chain == [*block_hashes(root, [1], 1), *block_hashes(chain[0], [2], 1)]
+    assert chain[-1] not in block_hashes(root, [1, 2], 2)
 
 
 def hits(second_salt: str, first_len: int = 32, second: list[int] | None = None) -> int:
