@@ -25,7 +25,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """The text of one sequence. Cost per token: O(length of its text)."""
 
-    __slots__ = ("_at_start", "_in_prompt_character", "_pieces", "_skip_special", "_utf8")
+    __slots__ = ("_at_start", "_gap", "_in_prompt_character", "_pieces", "_skip_special", "_utf8")
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
@@ -35,9 +35,13 @@ class Detokenizer:
         self._utf8 = _Utf8Decoder("replace")
         self._at_start = True
         self._in_prompt_character = False
+        self._gap = b""
         tail = b""
         for token_id in reversed(prompt_token_ids):
-            tail = self._bytes(token_id) + tail
+            piece = self._bytes(token_id)
+            if piece and not tail and self._pieces.has_gaps:
+                self._gap = self._pieces.gap(token_id)
+            tail = piece + tail
             if len(tail) > _UTF8_MAX_PENDING:
                 break
         if tail:
@@ -50,7 +54,9 @@ class Detokenizer:
         piece = self._bytes(token_id)
         if self._at_start and piece:
             self._at_start = False
-            piece = self._pieces.without_lead(piece)
+            piece = self._pieces.first(token_id)
+        if self._pieces.has_gaps and (piece or self._pieces.gap(token_id)):
+            piece, self._gap = self._gap + piece, self._pieces.gap(token_id)
         text = self._utf8.decode(piece)
         if self._in_prompt_character and text:
             self._in_prompt_character = False

@@ -12,19 +12,21 @@ from os import PathLike
 from typing import Any, cast
 
 from pagemill.engine.assembly import EngineInfo, build
+from pagemill.engine.chat import Chat
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError, EngineDeadError, invalid
 from pagemill.engine.interrupts import held_back
 from pagemill.engine.loader import Progress, no_progress
 from pagemill.engine.logprobs import to_vllm
 from pagemill.engine.outputs import CompletionOutput, RequestOutput, SequenceOutput
-from pagemill.engine.prompt import Messages, Prompt, TokenIds, make_request
+from pagemill.engine.prompt import Prompt, TokenIds, make_request
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import SchedulerStatistics
 from pagemill.engine.values import as_integer, shown
 from pagemill.engine.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, is_accepted
 
+Messages = Sequence[Mapping[str, Any]]
 PromptInput = str | Mapping[str, Any] | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -100,18 +102,33 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         use_tqdm: bool = False,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         **arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or a list of conversations."""
+        """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
+
+        The other arguments are the fields of `Chat` and of vLLM; they hold for each conversation.
+        """
         _check_arguments(arguments)
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
             raise invalid("messages must be a conversation (a list of messages) or a list of them", "messages")
         one = not messages or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Messages]", [messages] if one else messages)
-        for conversation in conversations:
-            if isinstance(conversation, str | bytes | Mapping) or not isinstance(conversation, Sequence):
-                raise invalid("each conversation must be a list of messages", "messages")
-        return self._run([_Input(conversation) for conversation in conversations], sampling_params, use_tqdm)
+        chats = [
+            Chat(
+                conversation,
+                tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            for conversation in conversations
+        ]
+        return self._run([_Input(chat) for chat in chats], sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, as transformers makes it. Raises `ConfigError` under `skip_tokenizer_init`."""

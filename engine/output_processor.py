@@ -15,9 +15,10 @@ from pagemill.engine.tokenizer import Tokenizer
 class OutputProcessor:
     """Feed it every token with `append`, ask for text with `take_text`.
 
-    Text is final when no later token can change it: whole characters that begin no stop string. The stop string that
-    ends a sequence, and everything after it, never becomes text (the string does with include_stop_str_in_output);
-    nor does the text of the token that ends it by its id. Without a tokenizer the text stays empty.
+    Text is final when no later token can change it: whole characters that begin no stop string. What ends a sequence,
+    a stop string or the text of a token that ends it by its id, becomes text only with include_stop_str_in_output, and
+    what follows it never. A stop string that is a special token's name ends the sequence at that token also where
+    skip_special_tokens keeps it out of the text. Without a tokenizer the text stays empty.
 
     Made for a request that already has `output_token_ids`, it is in the state of the processor that saw those tokens
     and whose text was taken: `text_length` says how much. `finished` is set if they already ended the sequence.
@@ -31,6 +32,7 @@ class OutputProcessor:
         "_flushed",
         "_include_stop",
         "_ready",
+        "_stop_names",
         "_stops",
         "_tail",
         "_text_length",
@@ -48,6 +50,10 @@ class OutputProcessor:
             else None
         )
         self._stops = StopStrings(tuple(params.stop)) if params.stop else None
+        self._stop_names: dict[int, str] = {}
+        if params.stop and tokenizer is not None and params.skip_special_tokens:
+            named = ((tokenizer.special_token_ids.get(stop), stop) for stop in params.stop)
+            self._stop_names = {token_id: stop for token_id, stop in named if token_id is not None}
         self._include_stop = params.include_stop_str_in_output
         self._ready: list[str] = []
         self._tail = ""
@@ -64,11 +70,21 @@ class OutputProcessor:
         """Characters that `take_text` has returned so far."""
         return self._text_length
 
+    def extend(self, token_ids: Sequence[int]) -> int:
+        """Add the tokens of a step that yielded several, up to the one that ends the sequence; return how many."""
+        for count, token_id in enumerate(token_ids, start=1):
+            if self.append(token_id) is not None:
+                return count
+        return len(token_ids)
+
     def append(self, token_id: int) -> Finish | None:
         """Add the next token; return the end of the sequence if this token brings it. Then its text is complete."""
+        assert self.finished is None, "a token after the end"
         finish = self._checker.append(token_id)
-        if self._detokenizer is not None and finish is None:
-            finish = self._add_text(self._detokenizer.append(token_id))
+        if self._detokenizer is not None and (finish is None or self._include_stop):
+            finish = self._add_text(self._detokenizer.append(token_id)) or finish
+        if finish is None and token_id in self._stop_names and self._checker.may_stop:
+            finish = Finish("stop", self._stop_names[token_id])
         if finish is None and self._checker.is_full:
             finish = Finish("length")
         if finish is not None:
@@ -87,9 +103,9 @@ class OutputProcessor:
         """End the text from outside (a cancelled request): what was held back becomes final. May be called twice."""
         self._flush()
 
-    def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids that may not be sampled next: what would end the sequence before min_tokens."""
-        return self._checker.banned_token_ids()
+    def banned_token_ids(self, ahead: int = 0) -> tuple[int, ...]:
+        """Ids that may not be sampled after `ahead` more tokens: they would end the sequence before min_tokens."""
+        return self._checker.banned_token_ids(ahead)
 
     def _flush(self) -> Finish | None:
         """Release held text; the replacement character of half a character may complete a stop string."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from pagemill.engine.admission import Limits, check_prompt, check_request, resolve_max_tokens
+from pagemill.engine.chat import Chat
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.engine.grammar import GrammarCompiler
 from pagemill.engine.logit_rules import LogitRules
@@ -25,8 +26,7 @@ class TokenIds:
 
 
 _CHARACTERS = 16  # for each token of the context: the text that is counted before the rest
-Messages = Sequence[Mapping[str, Any]]
-Prompt = str | TokenIds | Messages
+Prompt = str | TokenIds | Chat
 
 
 def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
@@ -39,14 +39,10 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat(prompt)
 
 
-def _check_beginning(prompt: str | Messages, tokenizer: Tokenizer, limits: Limits) -> None:
+def _check_beginning(prompt: str | Chat, tokenizer: Tokenizer, limits: Limits) -> None:
     """Raise `prompt_too_long` where the beginning of a text has twice the tokens that fit: to count those of a
     megabyte takes a second, and a refusal should come at once."""
-    if isinstance(prompt, str):
-        text = prompt
-    else:
-        contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
-        text = "\n".join(content for content in contents if isinstance(content, str))
+    text = prompt if isinstance(prompt, str) else prompt.text
     beginning = text[: _CHARACTERS * limits.max_model_len]
     if len(beginning) < len(text) and len(tokenizer.encode(beginning)) >= 2 * limits.max_model_len:
         raise RequestError(

@@ -127,6 +127,6 @@ class StopChecker:
     def is_full(self) -> bool:
         return self.num_tokens >= self._max_tokens
 
-    def banned_token_ids(self) -> tuple[int, ...]:
-        """Ids that the sampler must not choose next, since min_tokens is not reached."""
-        return self._banned if self.num_tokens < self._min_tokens else ()
+    def banned_token_ids(self, ahead: int = 0) -> tuple[int, ...]:
+        """Ids that the sampler must not choose after `ahead` more tokens, since min_tokens is not reached then."""
+        return self._banned if self.num_tokens + ahead < self._min_tokens else ()

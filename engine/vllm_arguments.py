@@ -55,10 +55,6 @@ CALL_ARGUMENTS: Accepted = {
     "tokenization_kwargs": (None, {}),
     "chat_template": (None,),
     "chat_template_content_format": (None, "auto", "string"),
-    "chat_template_kwargs": (None, {}),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "tools": (None, []),
     "mm_processor_kwargs": (None, {}),
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from pagemill.engine.chat import CHAT_FIELDS, Chat
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.engine.sampling_params import SAMPLING_FIELDS, SamplingParams
 from pagemill.engine.values import as_integer, as_number, shown
@@ -24,7 +25,6 @@ MAX_METADATA_VALUE = 512  # characters
 MAX_DEPTH = 32
 MAX_TTL_MS = 604_800_000
 MAX_TOKEN_ID = 2**31 - 1
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
@@ -84,46 +84,6 @@ def _metadata(value: Any) -> dict[str, str]:
             raise invalid(f"metadata keys must be strings of 1 to {MAX_METADATA_KEY} characters", "metadata")
         _text(f"metadata.{key}", item, 0, MAX_METADATA_VALUE)
     return dict(value)
-
-
-def _content(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid(f"{name} must be a string or a list of text parts, got {_kind(value)}", name)
-    texts = []
-    for number, part in enumerate(value):
-        where = f"{name}[{number}]"
-        if not isinstance(part, dict) or part.get("type") not in ("text", "input_text"):
-            raise invalid(f"{where} must be a text part; other kinds are not supported", where)
-        if set(part) != {"type", "text"}:
-            raise invalid(f"{where} must hold type and text and nothing else", where)
-        if not isinstance(part["text"], str):
-            raise invalid(f"{where}.text must be a string, got {_kind(part['text'])}", where)
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _messages(value: Any) -> list[dict[str, str]]:
-    if not isinstance(value, list):
-        raise invalid(f"messages must be a list, got {_kind(value)}", "messages")
-    if not value:
-        raise invalid("messages must not be empty", "messages")
-    messages = []
-    for number, message in enumerate(value):
-        where = f"messages[{number}]"
-        if not isinstance(message, dict):
-            raise invalid(f"{where} must be an object, got {_kind(message)}", where)
-        for name in message:
-            if name not in ("role", "content", "name"):
-                raise invalid(f"unknown field {name!r} in {where}", f"{where}.{name}")
-        if message.get("role") not in ROLES:
-            raise invalid(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-        known = {"role": message["role"], "content": _content(f"{where}.content", message.get("content"))}
-        if message.get("name") is not None:
-            known["name"] = _text(f"{where}.name", message["name"], 1, 64)
-        messages.append(known)
-    return messages
 
 
 def _prompt_token_ids(value: Any) -> list[int]:
@@ -191,7 +151,7 @@ class RequestBody:
     """
 
     prompt: str | None = None
-    messages: list[dict[str, str]] | None = None
+    chat: Chat | None = None
     prompt_token_ids: list[int] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     model: str | None = None
@@ -216,7 +176,7 @@ class RequestBody:
         for name, value in body.items():
             if name in SAMPLING_FIELDS:
                 sampling[name] = value
-            elif name not in _OPTIONS and name not in _NEUTRAL and name not in _PROMPTS:
+            elif name not in _OPTIONS and name not in _NEUTRAL and name not in _PROMPTS and name not in CHAT_FIELDS:
                 shown = name if isinstance(name, str) and len(name) <= 64 else f"{str(name)[:64]}..."
                 raise invalid(f"unknown field {shown!r}", shown)
             elif value is None:
@@ -232,9 +192,13 @@ class RequestBody:
                 f"exactly one of prompt, messages and prompt_token_ids is needed, got {found}",
                 (given or ["prompt"])[-1],
             )
-        checks: dict[str, Callable[[Any], Any]]
-        checks = {"prompt": _prompt, "messages": _messages, "prompt_token_ids": _prompt_token_ids}
-        fields[given[0]] = checks[given[0]](body[given[0]])
+        if given == ["messages"]:
+            fields["chat"] = Chat.from_mapping(body)
+        else:
+            for name in CHAT_FIELDS:
+                if body.get(name) is not None:
+                    raise invalid(f"{name} needs messages, got {given[0]}", name)
+            fields[given[0]] = (_prompt if given == ["prompt"] else _prompt_token_ids)(body[given[0]])
         return cls(params=SamplingParams.from_mapping(sampling), **fields)
 
 
@@ -261,8 +225,10 @@ def encode_body(body: Mapping[str, Any], max_bytes: int) -> bytes:
     RequestBody.from_mapping(body)
     given = {name: value for name, value in body.items() if value is not None}
     try:
-        # Sorted, so that the same request has the same bytes: idempotency keys compare bodies.
-        data = orjson.dumps(given, _plain, orjson.OPT_SORT_KEYS)
+        # Sorted, so that the same request has the same bytes: idempotency keys compare bodies. Not so where the order
+        # of names is seen by the model.
+        ordered = {name: orjson.Fragment(orjson.dumps(given[name], _plain)) for name in CHAT_FIELDS if name in given}
+        data = orjson.dumps({**given, **ordered}, _plain, orjson.OPT_SORT_KEYS)
     except TypeError:
         for name, value in given.items():
             try:

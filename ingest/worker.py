@@ -385,8 +385,8 @@ class Worker:
 def _prompt(body: RequestBody) -> Prompt:
     if body.prompt_token_ids is not None:
         return TokenIds(body.prompt_token_ids)
-    if body.messages is not None:
-        return body.messages
+    if body.chat is not None:
+        return body.chat
     assert body.prompt is not None
     return body.prompt
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.chat import Chat
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineDeadError, RequestError
 from pagemill.engine.outputs import SequenceOutput
@@ -200,7 +201,7 @@ def test_refusals_are_named(folder: Path, prompt: list[int], params: dict[str, A
 
 def test_text_without_a_tokenizer_is_refused(folder: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
-        for prompt in ("hello", [{"role": "user", "content": "hello"}]):
+        for prompt in ("hello", Chat([{"role": "user", "content": "hello"}])):
             with pytest.raises(RequestError, match="without a tokenizer"):
                 await engine.prepare("r", prompt, SamplingParams())  # type: ignore[arg-type]
 

@@ -85,14 +85,14 @@ def test_a_wrong_call_is_refused_by_name(llm: LLM, prompts: Any, params: Any, fi
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError) as caught:
         llm.chat(messages, GREEDY)
-    assert caught.value.param == "messages"
+    assert (caught.value.param or "").partition("[")[0] == "messages"
 
 
 def test_messages_that_hold_themselves_are_refused(llm: LLM) -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(RequestError, match="nested"):
-        llm.chat([{"role": "user", "content": "hi", "extra": endless}], GREEDY)
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, chat_template_kwargs={"extra": endless})
 
 
 def test_an_argument_that_asks_for_something_else_is_refused(llm: LLM) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagemill.engine.chat import CHAT_FIELDS, Chat
 from pagemill.engine.errors import ConfigError, RequestError
 from pagemill.engine.sampling_params import SAMPLING_FIELDS
 from pagemill.ingest import schema
@@ -56,10 +57,9 @@ def test_a_full_body() -> None:
         "on_disconnect": "continue",
     }
     parsed = parse_body(orjson.dumps(body), MAX)
-    assert parsed.messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello", "name": "Ann"},
-    ]
+    assert parsed.chat == Chat(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello", "name": "Ann"}]
+    )
     assert (parsed.params.max_tokens, parsed.params.temperature, parsed.params.stop) == (3, 0.0, ("END",))
     assert (parsed.stream, parsed.priority, parsed.tenant, parsed.metadata) == (False, 2, "acme", {"k": "v"})
     assert parsed.prompt is None and parsed.prompt_token_ids is None
@@ -95,7 +95,7 @@ def test_the_protocol_page_names_every_field() -> None:
     }
     named |= {"prompt", "messages", "prompt_token_ids"}
     later = {"callback", *re.findall(r"`(\w+)`", unsupported.split(" and `on_disconnect")[0])}
-    assert named == {*schema._PROMPTS, *schema._OPTIONS, *SAMPLING_FIELDS}
+    assert named == {*schema._PROMPTS, *CHAT_FIELDS, *schema._OPTIONS, *SAMPLING_FIELDS}
     assert later == set(schema._NEUTRAL)
 
 
