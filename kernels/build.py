@@ -33,7 +33,7 @@ from triton.runtime import driver
 
 from pagemill.kernels.layout import KVLayout
 from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.ops import SampleBatch
+from pagemill.kernels.ops import LogitEdits, SampleBatch
 from pagemill.kernels.triton.configs import DeviceFacts
 from pagemill.kernels.triton.ops import TritonOps
 
@@ -186,7 +186,10 @@ def call_all(ops: TritonOps, shape: ModelShape) -> None:
     ops.add_rms_norm(x, x, weight, 1e-5)
     ops.silu_and_mul(torch.zeros((tokens, 2 * shape.intermediate), dtype=shape.dtype))
     ops.copy_blocks(pool, torch.tensor([[0, 1]]))
-    ops.sample(torch.zeros((2, shape.vocab)), SampleBatch.greedy(2))
+    logits = torch.zeros((2, shape.vocab))
+    ops.edit_logits(logits, LogitEdits.one_of_each(shape.vocab))
+    ops.logprobs(logits, torch.zeros(2, dtype=torch.int64), 5)
+    ops.sample(logits, SampleBatch.greedy(2))
 
 
 def _read(compiled: Any, options: dict[str, Any], capability: int, name: str, seconds: float) -> CompiledKernel:

@@ -113,6 +113,14 @@ class LogitEdits:
         if len(set(self.penalty_rows.tolist())) < len(self.penalty_rows):
             raise ValueError(f"no row may be penalised twice, got {self.penalty_rows.tolist()}")
 
+    @classmethod
+    def one_of_each(cls, vocab_size: int) -> LogitEdits:
+        """An edit of each kind to token 0 of row 0, for compiling what takes them."""
+        row, id_, amount = np.zeros(1, np.int32), np.zeros(1, np.int32), np.ones(1, np.float32)
+        masks = np.zeros((1, -(-vocab_size // 32)), np.uint32)
+        starts = np.array([0, 1], np.int32)
+        return cls(row, masks, row, id_, row, id_, amount, row, amount, amount, amount, starts, id_, row)
+
     def check_fit(self, rows: int, vocab_size: int) -> None:
         """Raises ValueError where a row is none of logits [rows, vocab_size], or a mask is not as wide."""
         for name in ("mask_rows", "ban_rows", "bias_rows", "penalty_rows"):

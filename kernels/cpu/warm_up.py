@@ -36,7 +36,7 @@ def warm_up(ops: CpuOps, layout: KVLayout, progress: Callable[[str, float], None
     stages: list[tuple[str, Callable[[], object]]] = [
         ("attention", lambda: ops.paged_attention(rows, kv, meta, scale=1.0)),
         ("sampler", lambda: ops.sample(torch.zeros(1, 8), SampleBatch.greedy(1))),
-        ("logit edits", lambda: ops.edit_logits(torch.zeros(1, 8), _every_edit())),
+        ("logit edits", lambda: ops.edit_logits(torch.zeros(1, 8), LogitEdits.one_of_each(8))),
         ("log-probabilities", lambda: ops.logprobs(torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), 1)),
         ("linear layers", lambda: ops.linear(hidden, linear)),
         ("KV writes", lambda: ops.write_kv(rows, rows, kv, meta.slot_mapping)),
@@ -49,12 +49,3 @@ def warm_up(ops: CpuOps, layout: KVLayout, progress: Callable[[str, float], None
         progress(f"compiling kernels: {name}", number / len(stages))
         run()
     progress("compiling kernels", 1.0)
-
-
-def _every_edit() -> LogitEdits:
-    """One edit of each kind."""
-    zero, nought = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    return LogitEdits(
-        zero, np.ones((1, 1), np.uint32), zero, zero, zero, zero, nought, zero, nought, nought, nought,
-        np.array([0, 1], np.int32), zero, zero,
-    )  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 
 from pagemill.kernels.layout import KVLayout, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.ops import Ops, SampleBatch
+from pagemill.kernels.ops import LogitEdits, Ops, SampleBatch
 from pagemill.kernels.reference import ReferenceOps
 
 WILD_BLOCK_ID = 2**31 - 1
@@ -162,6 +162,8 @@ def all_checks() -> list[Check]:
         Check("copy_blocks, none", _bind(_copy_blocks, ())),
         Check("sample, mixed rows", _sample_mixed),
         Check("sample, greedy", _sample_greedy),
+        *(Check(f"edit_logits {v}", _bind(_edit_logits, v)) for v in (31, 4200)),
+        *(Check(f"logprobs {v}, top {n}", _bind(_logprobs, v, n)) for v, n in ((5, 7), (4200, 0), (4200, 20))),
         Check("offsets beyond 2^31 elements", _far_blocks),
         *(Check(f"attention: {case.name}", _bind(_attention, case)) for case in ATTENTION_CASES),
     ]
@@ -301,6 +303,72 @@ def _sample_greedy(ops: Ops, device: str) -> Outcome:
     logits[2] = 0.0
     batch = SampleBatch.greedy(6)
     return _exact(ops.sample(logits.to(device), batch).cpu(), ReferenceOps().sample(logits, batch))
+
+
+def _edit_logits(ops: Ops, device: str, vocab: int) -> Outcome:
+    """Edits of every kind that meet in some rows, with ids outside the vocabulary, in rows that are parts of longer."""
+    rng, generator = _random("edit_logits")
+    rows = 6
+    wide = torch.randn((rows, vocab + 7), generator=generator) * 4
+    wide[0, 3] = torch.nan
+    wide[5] = -torch.inf
+    words = -(-vocab // 32)
+
+    def int32(values: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+        return np.asarray(values, np.int32)
+
+    def float32(size: int) -> npt.NDArray[np.float32]:
+        return rng.uniform(0.3, 2, size).astype(np.float32)
+
+    lists = [rng.choice(vocab, size, replace=False) for size in (0, vocab // 2, vocab // 7, 3)]
+    lists[-1][:2] = -1, vocab
+    edits = LogitEdits(
+        mask_rows=int32([0, 2, 3]),
+        masks=rng.integers(0, 2**32, (3, words), dtype=np.uint32),
+        ban_rows=int32([1, 2, 2, 4]),
+        ban_ids=int32([1, -1, vocab, vocab - 1]),
+        bias_rows=int32([2, 2, 3, 4, 0]),
+        bias_ids=int32([2, vocab + 3, 0, vocab - 1, 3]),
+        bias=float32(5),
+        penalty_rows=int32([5, 1, 2, 0]),
+        repetition=float32(4),
+        presence=float32(4),
+        frequency=float32(4),
+        starts=int32(np.cumsum([0, *map(len, lists)])),
+        ids=int32(np.concatenate(lists)),
+        counts=int32(rng.integers(0, 4, sum(map(len, lists)))),
+    )
+    got, want = wide.to(device), wide.clone()
+    ops.edit_logits(got[:, :vocab], edits)
+    ReferenceOps().edit_logits(want[:, :vocab], edits)
+    got = got.cpu()
+    same = torch.equal(got.isfinite(), want.isfinite()) and torch.equal(got.isnan(), want.isnan())
+    error = _relative(got.nan_to_num(neginf=0.0), want.nan_to_num(neginf=0.0)) if same else torch.inf
+    return Outcome(error, ELEMENTWISE_TOLERANCE[torch.float32], got)
+
+
+def _logprobs(ops: Ops, device: str, vocab: int, top: int) -> Outcome:
+    """Ties, zeros of both signs, NaN, infinities, rows of -inf and tokens that are none."""
+    _, generator = _random("logprobs")
+    logits = (torch.randn((10, vocab), generator=generator) * 4).round() / 2
+    logits[0] = 0.0
+    logits[0, ::3] = -0.0
+    logits[1, 4] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 1] = torch.inf
+    logits[4, 2:] = -torch.inf
+    tokens = torch.tensor([1, 2, 3, 4, 2, vocab - 1, -1, vocab, 0, 1])
+    got = ops.logprobs(logits.to(device), tokens.to(device), top)
+    want = ReferenceOps().logprobs(logits, tokens, top)
+    exact = torch.equal(got.rank.cpu(), want.rank) and torch.equal(got.ids.cpu(), want.ids)
+    pairs = [(got.chosen.cpu(), want.chosen), (got.values.cpu(), want.values)]
+    # Infinity and NaN must be where they are in the reference.
+    errors = [float((a - b).abs().nan_to_num(nan=0.0).max()) for a, b in pairs if a.numel()]
+    for a, b in pairs:
+        exact = exact and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf())
+    return Outcome(
+        _worst(errors) if exact else torch.inf, 1e-5, torch.cat((got.chosen.cpu(), got.values.cpu().ravel()))
+    )
 
 
 def _far_blocks(ops: Ops, device: str) -> Outcome:

@@ -27,9 +27,11 @@ from pagemill.kernels.triton.configs import (
     padded_head_dim,
     prefill_config,
 )
+from pagemill.kernels.triton.edits import edit_logits
 from pagemill.kernels.triton.elementwise import rms_norm_kernel, silu_and_mul_kernel
 from pagemill.kernels.triton.filters import logit_thresholds
 from pagemill.kernels.triton.kv import copy_blocks_kernel, rotary_kernel, write_kv_kernel
+from pagemill.kernels.triton.logprobs import LONGEST_LIST, logprobs
 from pagemill.kernels.triton.plan import plan_attention
 from pagemill.kernels.triton.sampling import PARAMETER_WORDS, sample_chunk_kernel, sample_row_kernel
 
@@ -270,10 +272,13 @@ class TritonOps:
         )
 
     def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
-        self._reference.edit_logits(logits, edits)
+        edits.check_fit(*logits.shape)
+        edit_logits(self._launch, _rows(logits), edits)
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> TopLogprobs:
-        return self._reference.logprobs(logits, token_ids, top)
+        if top > LONGEST_LIST:
+            return self._reference.logprobs(logits, token_ids, top)
+        return logprobs(self._launch, _rows(logits), token_ids, top)
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
         rows, vocab = logits.shape
