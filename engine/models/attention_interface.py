@@ -28,7 +28,8 @@ class AttentionCall:
 
     `scale` multiplies the scores. `window`: a key is visible iff it is less than so many tokens away; 0: all are.
     `softcap` c > 0 turns a score s into c * tanh(s / c). `sinks` [Hq]: a score of each head that takes part in the
-    softmax and has no value. `others` are further arguments by name, None left out.
+    softmax and has no value. `causal`: no key behind the query is seen. `others` are further arguments by name, None
+    left out.
     """
 
     query: torch.Tensor
@@ -38,6 +39,7 @@ class AttentionCall:
     window: int
     softcap: float
     sinks: torch.Tensor | None
+    causal: bool
     others: dict[str, Any]
 
 
@@ -72,6 +74,7 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     attention: Attention = getattr(module, _CARRIED)
@@ -79,7 +82,9 @@ def _attend(
     if attention_mask is not None:
         given["attention_mask"] = attention_mask
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    call = AttentionCall(query, key, value, scale, sliding_window or 0, softcap or 0.0, s_aux, given)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True) is not False
+    call = AttentionCall(query, key, value, scale, sliding_window or 0, softcap or 0.0, s_aux, is_causal, given)
     return attention.attend(call), None
 
 

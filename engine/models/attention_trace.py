@@ -26,7 +26,6 @@ _HARMLESS = frozenset(
         "output_hidden_states",
         "output_router_logits",
         "layer_idx",
-        "is_causal",
     )
 )
 
@@ -40,6 +39,7 @@ class LayerAttention:
     key_dim: int
     value_dim: int
     window: int
+    causal: bool
     others: dict[str, Any]
 
 
@@ -63,8 +63,6 @@ class _Recorder:
         _, num_heads, tokens, key_dim = call.query.shape
         value_dim = call.value.shape[-1]
         others = {name: value for name, value in call.others.items() if name not in _HARMLESS}
-        if call.others.get("is_causal") is False:
-            others["is_causal"] = False
         self.layers.append(
             LayerAttention(
                 num_heads=num_heads,
@@ -72,6 +70,7 @@ class _Recorder:
                 key_dim=key_dim,
                 value_dim=value_dim,
                 window=call.window,
+                causal=call.causal,
                 others=others,
             )
         )

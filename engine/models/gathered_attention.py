@@ -33,7 +33,10 @@ def gathered_attention(
         begin, end = starts[sequence], starts[sequence + 1]
         if begin == end:
             continue
-        blocks = meta.block_tables[sequence, : -(-length // kv.block_size)].long()
+        # What is behind every query's window may have been given back, and hold anything.
+        oldest = max(0, length - (end - begin) + 1 - window) // kv.block_size if window else 0
+        blocks = meta.block_tables[sequence, oldest : -(-length // kv.block_size)].long()
+        length -= oldest * kv.block_size
         k, v = (part[:length].float().transpose(0, 1) for part in kv.gather(blocks))  # [Hk, length, D]
         at_once = max(1, _SCORES_AT_ONCE // (query.shape[1] * length))
         for first in range(begin, end, at_once):
@@ -53,7 +56,7 @@ def _attend(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Queries [n, Hq, D] from `position` on over keys and values [Hk, length, D]."""
+    """Queries [n, Hq, D] from `position` on, counted from the first of the keys and values [Hk, length, D]."""
     count, heads, dim = query.shape
     kv_heads, length = k.shape[:2]
     grouped = query.float().view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)

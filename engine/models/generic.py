@@ -51,6 +51,8 @@ class GenericModel:
         with probe.short_windows(model):
             try:
                 plain = probe.plain_logits(model, vocab_size, device)
+                with probe.rounding_noise(model):
+                    shifted = probe.plain_logits(model, vocab_size, device)
             except Exception as error:  # models raise what their code happens to stumble over
                 return f"it does not compute with transformers itself: {_one_line(error)}"
             try:
@@ -58,7 +60,7 @@ class GenericModel:
                 paged = probe.paged_logits(self, lambda *size: self._layout(loading, *size), device)
             except Exception as error:
                 return f"it fails on the paged pool: {_one_line(error)}"
-        return probe.difference(paged, plain, loading.dtype)
+        return probe.difference(paged, plain, shifted, loading.dtype)
 
     def _install(self, model: Any, traced: Trace, loading: Loading) -> None:
         """Put the kernels into a loaded model and take it apart into decoder and head."""
@@ -131,10 +133,14 @@ class _GivenHidden(torch.nn.Module):
 
 
 class _PreparedLinear(torch.nn.Module):
-    """A linear layer of transformers', computed by `Ops.linear`."""
+    """A linear layer of transformers', computed by `Ops.linear`.
+
+    Models look at a weight's shape and dtype. `weight` has both and no contents, so that computing with it is an error.
+    """
 
     def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self.weight = torch.empty_like(weight, device="meta")
         self._ops = ops
         self._prepared = ops.prepare_linear(weight, bias)
 
@@ -205,7 +211,7 @@ def _traced(folder: ModelFolder, config: Any) -> Trace:
 
 
 def _layer_refusal(layer: LayerAttention, first: LayerAttention) -> str | None:
-    if layer.others.get("is_causal") is False:
+    if not layer.causal:
         return "it attends in both directions, as an encoder does"
     if layer.others:
         return f"its attention takes {', '.join(sorted(layer.others))}, which the kernels do not compute"

@@ -23,13 +23,16 @@ from pagemill.kernels.metadata import AttentionMetadata
 BLOCK_SIZE = 16
 SHORT_WINDOW = 7
 _LENGTHS = (23, 34)
-_STEPS = ((9, 17), (14, 16), (0, 1))  # tokens of each sequence in each step
+_STEPS = ((5, 9), (7, 8), (6, 8), (5, 8), (0, 1))  # tokens of each sequence in each step
 _TABLES = np.array([[4, 2, 0], [5, 1, 3]], np.int32)
 _NUM_BLOCKS = 6
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
-_TOLERANCE = {torch.float32: 3e-4}
-_COARSE = 4e-2  # for 16-bit types
-_COARSE_SHARE = 0.75  # of the tokens must be so close: rounding may choose another expert for some
+# How many times the shift by rounding noise is still taken for rounding, and for which share of the tokens it must
+# hold. 16-bit products are summed in float32 and rounded once; float32 ones are as far off as their order of summing
+# makes them. In 16 bits rounding chooses other experts for some tokens. Measured on 60 architectures: right ones are
+# off by at most 0.5 of the shift in 16 bits and 2.3 in float32, wrong ones by more than 6.
+_COARSE, _COARSE_SHARE = 2.0, 0.9
+_FINE, _FINE_SHARE = 50.0, 0.95
 
 
 def sequences(vocab_size: int) -> list[list[int]]:
@@ -44,6 +47,25 @@ def plain_logits(model: Any, vocab_size: int, device: str) -> torch.Tensor:
     for ids in sequences(vocab_size):
         rows.append(model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].double().cpu())
     return torch.cat(rows)
+
+
+@contextlib.contextmanager
+def rounding_noise(model: Any) -> Iterator[None]:
+    """Shift every intermediate result of a model by up to one unit of its last place meanwhile."""
+
+    def shift(module: Any, args: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        noise = torch.rand(output.shape, generator=draw).to(output.device) * 2 - 1
+        return output * (1 + noise * torch.finfo(output.dtype).eps).to(output.dtype)
+
+    draw = torch.Generator().manual_seed(21)
+    hooks = [part.register_forward_hook(shift) for part in model.modules() if not list(part.children())]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def paged_logits(model: Model, layout: Callable[[int, int], KVLayout], device: str) -> torch.Tensor:
@@ -86,18 +108,18 @@ def _step(
     return model.logits(model.forward(batch, meta, kv, torch.arange(len(batch), device=device)))
 
 
-def difference(paged: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """What is wrong with the logits on the pool, or None. Distances are relative to the spread of a token's logits."""
-    spread = (plain - plain.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    distance = (paged - plain).norm(dim=-1) / spread.clamp_min(1e-12)
-    tolerance = _TOLERANCE.get(dtype)
-    if tolerance is None:
-        tolerance, worst = _COARSE, float(distance.quantile(_COARSE_SHARE))
-    else:
-        worst = float(distance.max())
-    if worst <= tolerance:  # false for NaN, too
+def difference(paged: torch.Tensor, plain: torch.Tensor, shifted: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with the logits on the pool, or None. `shifted` are the plain ones under `rounding_noise`."""
+    roundings, share = (_FINE, _FINE_SHARE) if dtype == torch.float32 else (_COARSE, _COARSE_SHARE)
+    # Relative to the spread of a token's logits.
+    spread = (plain - plain.mean(dim=-1, keepdim=True)).norm(dim=-1).clamp_min(1e-12)
+    distance, shift = (float(((logits - plain).norm(dim=-1) / spread).quantile(share)) for logits in (paged, shifted))
+    if distance <= roundings * shift:  # false for NaN, too
         return None
-    return f"on the paged pool its logits are off by {worst:.2g} (at most {tolerance:g}); it would answer wrongly"
+    return (
+        f"on the paged pool its logits are off by {distance:.2g} of their spread, and {roundings * shift:.2g} would be "
+        "rounding: it attends in a way that the interface does not show"
+    )
 
 
 @contextlib.contextmanager

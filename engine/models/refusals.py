@@ -59,6 +59,8 @@ def refusal(architecture: str, config: dict[str, Any]) -> str | None:
     """The reason not to serve a model with this configuration, all defaults filled in, or None."""
     if config.get("is_encoder_decoder"):
         return "it is an encoder-decoder, and only decoders have their keys and values in the paged pool"
+    if config["model_type"] in _ALIBI or config.get("alibi") is True:
+        return "its attention adds a bias by distance (alibi), which the kernels do not compute"
     parts = [name for name, part in config.items() if name.endswith("_config") and _is_model(part)]
     if parts:
         return f"it is a model of several parts ({', '.join(parts)}), such as text and images; only text decoders run"
@@ -67,8 +69,6 @@ def refusal(architecture: str, config: dict[str, Any]) -> str | None:
     reason = _class_refusal(architecture, config["model_type"])
     if reason is not None:
         return reason
-    if config["model_type"] in _ALIBI or config.get("alibi") is True:
-        return "its attention adds a bias by distance (alibi), which the kernels do not compute"
     if str(config.get("position_embedding_type") or "absolute") not in _POSITIONS:
         return f"its attention has relative positions ({config['position_embedding_type']}), which the kernels lack"
     return _layer_refusal(config) or _rope_refusal(config)
@@ -98,7 +98,7 @@ def _layer_refusal(config: dict[str, Any]) -> str | None:
             if "chunked_attention" in others:
                 return "some layers attend within chunks (chunked_attention), which the kernels do not compute"
             if others:
-                return f"layers of the kind {', '.join(others)} keep a state instead of keys and values"
+                return f"layers of the kind {', '.join(others)} do not attend to keys and values as the pool keeps them"
             return None
     for name in _STATE_FIELDS:
         if config.get(name):
