@@ -21,7 +21,7 @@ from pagemill.engine.errors import EngineDeadError, RequestError
 from pagemill.engine.forecast import Outlook
 from pagemill.engine.loader import Progress, no_progress
 from pagemill.engine.outputs import SequenceOutput
-from pagemill.engine.policy import make_queue
+from pagemill.engine.policy import Backlog, make_queue
 from pagemill.engine.prompt import Prompt, make_request
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
@@ -79,6 +79,8 @@ class AsyncEngine:
         self._inbox: deque[_Submission | _Abort] = deque()
         self._stopping = False
         self._statistics = parts.core.scheduler.statistics()
+        self._turns = 0
+        self._asleep = False
         self._failure: EngineDeadError | None = None
         self._dead = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="pagemill-step", daemon=True)
@@ -204,6 +206,21 @@ class AsyncEngine:
         """The scheduler's and the pool's figures as of the last step."""
         return self._statistics
 
+    @property
+    def pulse(self) -> tuple[int, bool]:
+        """How many turns the step loop has made, and whether it sleeps because there is nothing to do. A loop that is
+        awake and makes no turn hangs in a step."""
+        return self._turns, self._asleep
+
+    @property
+    def backlog(self) -> Backlog:
+        """What was accepted and has not started."""
+        return self._acceptance.backlog
+
+    def outlook(self) -> Outlook | None:
+        """When those who wait, or come to wait now, should start. None: nothing is running, or it is not known yet."""
+        return self._outlook if self._live else None
+
     async def check(self) -> None:
         """Assert every invariant. Only while nothing is live."""
         assert not self._live, "check() wants an idle engine"
@@ -226,8 +243,12 @@ class AsyncEngine:
             while True:
                 with self._wake:
                     idle = not self._inbox and not core.has_requests and not self._stopping
+                    self._turns += 1
                     if idle:
+                        self._asleep = True
                         self._wake.wait(timeout=None if checked else IDLE_CHECK_S)
+                        self._asleep = False
+                        self._turns += 1
                         idle = not self._inbox and not self._stopping
                     if self._stopping:
                         return

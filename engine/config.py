@@ -54,8 +54,10 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = _setting(
         "fcfs", "who starts next: fcfs, by arrival; priority, by class with ageing; fair, equal service for each tenant"
     )
-    max_waiting_requests: int | None = _setting(None, "requests that may wait in the engine; more are refused")
-    max_waiting_prompt_tokens: int | None = _setting(None, "prompt tokens that may wait in the engine")
+    max_waiting_requests: int | None = _setting(None, "requests that may wait for the engine, in it and in the queue")
+    max_waiting_prompt_tokens: int | None = _setting(
+        None, "prompt tokens that may wait for the engine, in it and in the queue"
+    )
     enable_prefix_caching: bool = _setting(True, "keep the blocks of finished requests and share common prefixes")
     default_max_tokens: int = _setting(1024, "max_tokens of a request that does not say")
     skip_tokenizer_init: bool = _setting(False, "serve token ids only, without a tokenizer")

@@ -29,6 +29,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from pagemill.engine import preemption
 from pagemill.engine.config import PreemptionMode
@@ -46,7 +47,11 @@ CHARGED_TOKENS = 16  # output tokens are told to the policy so many at a time
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """State and record of the scheduler: sequences by state now, and counts since the start."""
+    """State and record of the scheduler: sequences by state now, and counts since the start.
+
+    `prefill_tokens_s`, `decode_tokens_s`: tokens a second of steps full of prompts, and of steps with a token for each
+    of those that run now; None while too few steps were measured.
+    """
 
     running: int
     waiting: int
@@ -58,6 +63,8 @@ class SchedulerStatistics:
     recomputed_tokens: int
     swapped_blocks: int
     peak_running: int
+    prefill_tokens_s: float | None
+    decode_tokens_s: float | None
     cache: CacheStatistics
 
 
@@ -355,18 +362,23 @@ class Scheduler:
     # -- insight -------------------------------------------------------------------------------------------------
 
     def outlook(self) -> Outlook | None:
-        """When those who wait will have been admitted. None: nobody waits, or it cannot be told yet."""
+        """When those who wait, or come to wait now, will have been admitted. None: it cannot be told yet."""
         forecast = self.promises.forecast
-        if forecast is None or not len(self._waiting):
+        if forecast is None:
             return None
         self.promises.refresh(self._step, self._running)
         return forecast.outlook(
-            self._waiting.sample(SAMPLE),
+            self._waiting.sample(SAMPLE) or list(islice(self._running, SAMPLE)),
             self.step_times,
             waiting=self._waiting.backlog,
             max_running=self._max_seats,
             step_tokens=self._budget,
         )
+
+    def _rate(self, tokens: int) -> float | None:
+        """Tokens a second in steps of so many."""
+        seconds = self.step_times.seconds(tokens)
+        return None if not seconds else tokens / seconds
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
@@ -380,6 +392,8 @@ class Scheduler:
             recomputed_tokens=self._recomputed,
             swapped_blocks=self._swapped_blocks,
             peak_running=self._peak_running,
+            prefill_tokens_s=self._rate(self._budget),
+            decode_tokens_s=self._rate(max(1, len(self._running))),
             cache=self.cache.statistics(),
         )
 

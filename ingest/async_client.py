@@ -16,11 +16,10 @@ from redis.exceptions import RedisError
 from pagemill.engine.errors import PagemillError, RequestError, invalid
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
-from pagemill.ingest.events import event
 from pagemill.ingest.keys import QueueKeys, is_request_id
 from pagemill.ingest.redis import connect_commands, connect_pubsub, is_unavailable, shown_url
-from pagemill.ingest.results import Delta, RequestFailed, Result, result_of
-from pagemill.ingest.schema import encode_body
+from pagemill.ingest.results import Delta, RequestFailed, Result, refused_result, result_of
+from pagemill.ingest.schema import check_and_encode
 from pagemill.ingest.subscription import Event, EventHub, Subscription
 
 
@@ -138,7 +137,9 @@ class AsyncClient:
         """Put a request into the queue. `params`: every other name of the protocol's request body.
 
         Raises `RequestError` before sending for a body that no engine would take, and then `duplicate_id` or
-        `idempotency_conflict`; `QueueUnavailableError` where Redis does not answer.
+        `idempotency_conflict`; `RequestFailed`, a `RequestError` whose result has the state "rejected", where the queue
+        does not take it now: `queue_full`, `no_engine` or `deadline_unreachable`, with `retry_after_ms`;
+        `QueueUnavailableError` where Redis does not answer.
         """
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"} or prompt_token_ids is not None:
@@ -149,23 +150,25 @@ class AsyncClient:
             prompt_token_ids = getattr(prompt_token_ids, "tolist", lambda ids=prompt_token_ids: list(ids))()
         body = {"prompt": prompt, "messages": messages, "prompt_token_ids": prompt_token_ids, **params}
         body["idempotency_key"] = idempotency_key
-        data = encode_body(body, self.config.max_body_bytes)
+        checked, data = check_and_encode(body, self.config.max_body_bytes)
         if id is not None and not is_request_id(id):
             raise invalid("id may hold letters, digits and . _ - and at most 128 characters", "id")
         request_id = self.keys.new_id(idempotency_key) if id is None else id
-        priority, ttl_ms, tenant = params.get("priority"), params.get("ttl_ms"), params.get("tenant")
         call = scripts.submit(
             self.keys.shard_of(request_id),
             request_id,
             data,
-            priority=1 if priority is None else priority,
+            priority=checked.priority,
             submission=secrets.token_hex(8),
-            ttl_ms=self.config.default_ttl_ms if ttl_ms is None else ttl_ms,
-            tenant="default" if tenant is None else tenant,
+            ttl_ms=self.config.default_ttl_ms if checked.ttl_ms is None else checked.ttl_ms,
+            tenant=checked.tenant,
             as_blob=len(data) > self.config.blob_bytes,
+            tokens=checked.estimated_tokens,
             traceparent=traceparent,
             idempotency_key=idempotency_key,
             idempotency_ttl_ms=int(self.config.idempotency_ttl_s * 1000),
+            admission=scripts.Admission.of(self.config),
+            keeping=scripts.Keeping.of(self.config),
         )
         reply = scripts.SubmitReply.read(await self._call(call))
         if reply.status == "duplicate":
@@ -173,6 +176,8 @@ class AsyncClient:
         if reply.status == "conflict":
             message = f"the idempotency key belongs to request {reply.request_id}, which had another body"
             raise RequestError("idempotency_conflict", message, param="idempotency_key")
+        if reply.status == "refused":
+            raise RequestFailed(refused_result(reply.request_id, reply.error))
         return AsyncHandle(self, reply.request_id, expected=True, replayed=reply.status == "attached")
 
     def attach(self, request_id: str) -> AsyncHandle:
@@ -187,14 +192,11 @@ class AsyncClient:
         if not is_request_id(request_id):
             raise invalid("id may hold letters, digits and . _ - and at most 128 characters", "id")
         error = {"code": "cancelled", "message": "the request was cancelled"}
-        usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
         call = scripts.cancel(
             self.keys.shard_of(request_id),
             request_id,
-            done=event(1, 0, "done", state="cancelled", usage=usage, metrics={"attempts": 0}, error=error),
             error=orjson.dumps(error),
-            result_ttl_ms=int(self.config.result_ttl_s * 1000),
-            replay_ttl_ms=int(self.config.replay_ttl_s * 1000),
+            keeping=scripts.Keeping.of(self.config),
         )
         reply: list[bytes] = await self._call(call)
         return reply[-1].decode()

@@ -13,6 +13,13 @@ from pagemill.engine.errors import ConfigError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 _SCHEMES = ("redis://", "rediss://", "unix://")
 
+CAPS = (
+    "max_queued_requests",
+    "max_queued_prompt_tokens",
+    "max_tenant_queued_requests",
+    "max_tenant_queued_prompt_tokens",
+)
+
 
 def _setting(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
@@ -36,6 +43,11 @@ class QueueConfig:
     max_body_bytes: int = _setting(1 << 20, "largest request body")
     blob_bytes: int = _setting(64 << 10, "bodies above this size travel in a key of their own")
     max_attempts: int = _setting(3, "engines that may take a request, one after a crash of the other")
+    max_queued_requests: int | None = _setting(None, "requests that may wait in the queue; more are refused")
+    max_queued_prompt_tokens: int | None = _setting(None, "prompt tokens that may wait in the queue")
+    max_tenant_queued_requests: int | None = _setting(None, "requests of one tenant that may wait in the queue")
+    max_tenant_queued_prompt_tokens: int | None = _setting(None, "prompt tokens of one tenant that may wait")
+    refuse_without_engine: bool = _setting(False, "refuse requests while no engine is alive, instead of keeping them")
     drain_timeout_s: float = _setting(30.0, "how long running requests may go on after SIGTERM")
     heartbeat_timeout_s: float = _setting(15.0, "an engine silent for this long is dead: others take its requests")
     poll_ms: int = _setting(250, "how often an engine looks for cancellations of requests that make no tokens")
@@ -56,6 +68,12 @@ class QueueConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+        for name in CAPS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**53):
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(self.refuse_without_engine, bool):
+            raise ConfigError(f"refuse_without_engine must be true or false, got {self.refuse_without_engine!r}")
         seconds = {"result_ttl_s": 1.0, "replay_ttl_s": 1.0, "idempotency_ttl_s": 1.0, "heartbeat_timeout_s": 0.2}
         for name, least in (seconds | {"drain_timeout_s": 0.0}).items():
             value = getattr(self, name)
@@ -63,6 +81,13 @@ class QueueConfig:
                 raise ConfigError(f"{name} must be a number of seconds in [{least:g}, 31536000], got {value!r}")
         if self.replay_ttl_s > self.result_ttl_s:
             raise ConfigError("replay_ttl_s must be at most result_ttl_s: the record must outlive the events")
+
+    @property
+    def caps(self) -> tuple[int | None, ...]:
+        """What may wait on one shard: requests, prompt tokens, and the same of one tenant. A cap is divided among the
+        shards, since no script sees more than one."""
+        values = (getattr(self, name) for name in CAPS)
+        return tuple(None if value is None else -(-value // self.shards) for value in values)
 
     def replace(self, **changes: Any) -> QueueConfig:
         return dataclasses.replace(self, **changes)

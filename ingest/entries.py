@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagemill.engine.errors import invalid
-from pagemill.ingest.keys import ShardKeys, is_request_id
+from pagemill.ingest.keys import QueueKeys, ShardKeys, is_request_id
 from pagemill.ingest.schema import MAX_TTL_MS, RequestBody, check_tenant, parse_body
 
 VERSION = b"1"
@@ -52,6 +52,14 @@ def read_id(fields: Mapping[bytes, bytes]) -> str:
         )
     if b"body" not in fields and fields.get(b"blob") != b"1":
         raise UnreadableEntry("no_body", "neither field body nor blob is there")
+    return request_id
+
+
+def check_shard(keys: QueueKeys, entry: Entry, request_id: str) -> str:
+    """The id, if its readers would look on the entry's shard. Raises `UnreadableEntry`."""
+    right = keys.shard_of(request_id)
+    if right != entry.shard:
+        raise UnreadableEntry("wrong_shard", f"readers of this id look at shard {right.tag}")
     return request_id
 
 

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from pagemill.engine.errors import RequestError
 from pagemill.ingest import dead_letters, scripts
 from pagemill.ingest.config import QueueConfig
-from pagemill.ingest.entries import Entry, UnreadableEntry, read_id, read_request
+from pagemill.ingest.entries import Entry, UnreadableEntry, check_shard, read_id, read_request
 from pagemill.ingest.events import Transcript
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
@@ -44,17 +44,14 @@ class Intake:
         Where the request is not to run, `stopping` of what is returned says how it ends.
         """
         try:
-            request_id = read_id(entry.fields)
-            if self._keys.shard_of(request_id) != entry.shard:
-                right = self._keys.shard_of(request_id).tag
-                raise UnreadableEntry("wrong_shard", f"readers of this id look at shard {right}")
+            request_id = check_shard(self._keys, entry, read_id(entry.fields))
         except UnreadableEntry as problem:
             await self.bury(entry, problem)
             return None
         body: RequestBody | None = None
         refusal: RequestError | None = None
         try:
-            data = await self._insist(lambda: self._body(entry, request_id))
+            data = await self._insist(lambda: read_body(self._client, entry, request_id, self._config.max_body_bytes))
             body = read_request(entry.fields, data, self._config.max_body_bytes)
         except RequestError as error:
             refusal = error
@@ -63,7 +60,8 @@ class Intake:
         ttl_ms = body.ttl_ms if body is not None and body.ttl_ms is not None else self._config.default_ttl_ms
         seed = body.params.seed if body is not None and body.params.seed is not None else secrets.randbits(64)
         tenant = body.tenant if body is not None else "default"
-        call = scripts.begin(entry, self._owner, request_id, ttl_ms=ttl_ms, tenant=tenant, seed=seed)
+        tokens = body.estimated_tokens if body is not None else 0
+        call = scripts.begin(entry, self._owner, request_id, ttl_ms=ttl_ms, tenant=tenant, seed=seed, tokens=tokens)
         begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
         if isinstance(begun, str):
             _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
@@ -96,24 +94,12 @@ class Intake:
         if begun.now > begun.deadline:
             return Ending("expired", expired_error())
         if body.model is not None and body.model != self._model:
-            message = f"this queue serves {self._model}, not {body.model[:64]}"
-            return Ending("rejected", RequestError("unsupported_model", message, param="model"))
+            return Ending("rejected", unsupported_model(self._model, body.model))
         attempts = begun.attempt - begun.released
         if attempts > (body.max_attempts if body.max_attempts is not None else self._config.max_attempts):
             message = f"{attempts - 1} engines ended while they ran this request"
             return Ending("failed", RequestError("poison", message), dead_letter="poison")
         return None
-
-    async def _body(self, entry: Entry, request_id: str) -> bytes:
-        body = entry.fields.get(b"body")
-        if body is not None:
-            return body
-        key = entry.shard.blob(request_id)
-        check_size(await self._client.strlen(key), self._config.max_body_bytes)
-        blob: Any = await self._client.get(key)
-        if blob is None:
-            raise RequestError("request_lost", "the blob with the request's body is not there", param="body")
-        return bytes(blob)
 
     async def _insist(self, action: Callable[[], Awaitable[_T]]) -> _T:
         """Repeat `action` while Redis is unavailable. Raises the error when the worker stops."""
@@ -125,3 +111,20 @@ class Intake:
                 if not is_unavailable(error) or self._stopping.is_set():
                     raise
             await backoff.sleep()
+
+
+async def read_body(client: Client, entry: Entry, request_id: str, max_bytes: int) -> bytes:
+    """The body of an entry, wherever it travels. Raises `RequestError`: `too_large`, `request_lost`."""
+    body = entry.fields.get(b"body")
+    if body is not None:
+        return body
+    key = entry.shard.blob(request_id)
+    check_size(await client.strlen(key), max_bytes)
+    blob: Any = await client.get(key)
+    if blob is None:
+        raise RequestError("request_lost", "the blob with the request's body is not there", param="body")
+    return bytes(blob)
+
+
+def unsupported_model(served: str, wanted: str) -> RequestError:
+    return RequestError("unsupported_model", f"this queue serves {served}, not {wanted[:64]}", param="model")

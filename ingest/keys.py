@@ -56,6 +56,19 @@ class ShardKeys:
     def _key(self, name: str) -> str:
         return f"{self.prefix}:{self.tag}:{name}"
 
+    @property
+    def base(self) -> str:
+        """What every key of the shard begins with: scripts build the keys of requests that they find on it."""
+        return self._key("")
+
+    @property
+    def waiting(self) -> str:
+        return self._key("wait")
+
+    @property
+    def load(self) -> str:
+        return self._key("load")
+
     def record(self, request_id: str) -> str:
         return self._key(f"req:{request_id}")
 

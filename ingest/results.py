@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from pagemill.engine.errors import ErrorCode, RequestError
 from pagemill.ingest.events import Transcript
 
@@ -96,3 +98,9 @@ def result_of(request_id: str, transcript: Transcript) -> Result:
         error=done.get("error"),
         metadata=done.get("metadata") or {},
     )
+
+
+def refused_result(request_id: str, error: bytes | None) -> Result:
+    """The result of a request that the queue did not take; `error` is JSON."""
+    usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+    return Result(request_id, "rejected", [], usage, {"attempts": 0}, orjson.loads(error or b"{}"))

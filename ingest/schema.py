@@ -24,6 +24,7 @@ MAX_METADATA_KEY = 64  # characters
 MAX_METADATA_VALUE = 512  # characters
 MAX_DEPTH = 32
 MAX_TTL_MS = 604_800_000
+BYTES_A_TOKEN = 4  # of English text, with the usual vocabularies
 MAX_TOKEN_ID = 2**31 - 1
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -168,6 +169,14 @@ class RequestBody:
     watch_ms: int = 30_000
     metadata: dict[str, str] | None = None
 
+    @property
+    def estimated_tokens(self) -> int:
+        """About how many tokens the prompt has: for the queue's books, where no tokenizer is at hand."""
+        if self.prompt_token_ids is not None:
+            return len(self.prompt_token_ids)
+        text = self.chat.text if self.chat is not None else self.prompt or ""
+        return 1 + len(text.encode(errors="replace")) // BYTES_A_TOKEN
+
     @classmethod
     def from_mapping(cls, body: Mapping[str, Any]) -> RequestBody:
         """Check a body. A null means the default. Raises `RequestError("invalid_request")`, naming the field."""
@@ -221,8 +230,13 @@ def parse_body(data: bytes, max_bytes: int) -> RequestBody:
 
 def encode_body(body: Mapping[str, Any], max_bytes: int) -> bytes:
     """Check a body made in Python and write it as JSON. Raises `RequestError` as an engine would, before sending."""
+    return check_and_encode(body, max_bytes)[1]
+
+
+def check_and_encode(body: Mapping[str, Any], max_bytes: int) -> tuple[RequestBody, bytes]:
+    """`encode_body`, and what the body says."""
     _check_depth(body)
-    RequestBody.from_mapping(body)
+    checked = RequestBody.from_mapping(body)
     given = {name: value for name, value in body.items() if value is not None}
     try:
         # Sorted, so that the same request has the same bytes: idempotency keys compare bodies. Not so where the order
@@ -237,7 +251,7 @@ def encode_body(body: Mapping[str, Any], max_bytes: int) -> bytes:
                 raise invalid(f"{name} cannot be written as JSON: {error}", name) from None
         raise
     check_size(len(data), max_bytes)
-    return data
+    return checked, data
 
 
 def _plain(value: Any) -> Any:

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
 
 from redis.exceptions import NoScriptError, ResponseError
 
+from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.keys import GROUP, ShardKeys
 from pagemill.ingest.redis import Client
 
 GRACE_MS = 3_600_000  # how long keys of a live request outlast its deadline
+
+# What stands before a script beside common.lua.
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "submit": ("waiting", "admission"),
+    "accept": ("waiting", "admission"),
+    "begin": ("waiting",),
+    "cancel": ("waiting",),
+    "release": ("waiting",),
+    "sweep": ("waiting",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +42,9 @@ class Script:
 
 @functools.cache
 def script(name: str) -> Script:
-    """A script with the functions of common.lua before it, and the SHA-1 that the server knows it by."""
+    """A script with the functions that it needs before it, and the SHA-1 that the server knows it by."""
     folder = resources.files("pagemill.ingest") / "lua"
-    text = (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
+    text = "".join((folder / f"{part}.lua").read_text() for part in ("common", *_PARTS.get(name, ()), name))
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -78,19 +89,56 @@ async def _send(client: Client, calls: Sequence[Call]) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitReply:
-    """`request_id` is the id that answers: with "attached" and "conflict" that of the earlier request."""
+class Keeping:
+    """How long answers are kept: the record with its result, and the events."""
 
-    status: Literal["ok", "repeated", "attached", "conflict", "duplicate"]
+    result_ttl_ms: int = 3_600_000
+    replay_ttl_ms: int = 600_000
+
+    @classmethod
+    def of(cls, config: QueueConfig) -> Keeping:
+        return cls(int(config.result_ttl_s * 1000), int(config.replay_ttl_s * 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a queue lets wait. `caps`: requests, prompt tokens, and the same of one tenant; None: no cap.
+
+    `heartbeat_timeout_ms`: age of a heartbeat from which on an engine counts as dead. `needs_engine`: refuse while none
+    is alive.
+    """
+
+    caps: tuple[int | None, ...] = (None, None, None, None)
+    heartbeat_timeout_ms: int = 15_000
+    needs_engine: bool = False
+
+    @classmethod
+    def of(cls, config: QueueConfig) -> Admission:
+        return cls(config.caps, int(config.heartbeat_timeout_s * 1000), config.refuse_without_engine)
+
+    @property
+    def cap_args(self) -> tuple[int | str, ...]:
+        return tuple("" if cap is None else cap for cap in self.caps)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitReply:
+    """`request_id` is the id that answers: with "attached" and "conflict" that of the earlier request. `error`: with
+    "refused", the error as JSON."""
+
+    status: Literal["ok", "repeated", "attached", "conflict", "duplicate", "refused"]
     request_id: str
     state: str | None = None
+    error: bytes | None = None
 
     @classmethod
     def read(cls, reply: list[bytes]) -> SubmitReply:
-        status, request_id, *state = (word.decode() for word in reply)
+        status, request_id = reply[0].decode(), reply[1].decode()
+        if status == "refused":
+            return cls("refused", request_id, "rejected", reply[2])
         if status not in ("ok", "repeated", "attached", "conflict", "duplicate"):
             raise ResponseError(f"submit was answered {status[:64]!r}")
-        return cls(status, request_id, state[0] if state else None)  # type: ignore[arg-type]
+        return cls(status, request_id, reply[2].decode() if len(reply) > 2 else None)  # type: ignore[arg-type]
 
 
 def submit(
@@ -103,18 +151,55 @@ def submit(
     ttl_ms: int,
     tenant: str,
     as_blob: bool,
+    tokens: int = 0,
     traceparent: str | None = None,
     idempotency_key: str | None = None,
     idempotency_ttl_ms: int = 86_400_000,
+    admission: Admission = Admission(),
+    keeping: Keeping = Keeping(),
 ) -> Call:
-    """Accept a request. `submission` is a fresh random word, the same when the call is repeated."""
+    """Accept or refuse a request. `submission` is a fresh random word, the same when the call is repeated; `tokens` is
+    about the length of its prompt."""
     keys = [shard.streams[priority], shard.record(request_id), shard.blob(request_id), shard.statistics]
+    keys += [shard.waiting, shard.load]
     if idempotency_key is not None:
         keys.append(shard.idempotency(tenant, idempotency_key))
     body_hash = hashlib.sha256(body).hexdigest()
     blob = "1" if as_blob else "0"
     args = (request_id, priority, body, body_hash, submission, ttl_ms, GRACE_MS, tenant, blob, traceparent or "")
-    return Call("submit", tuple(keys), (*args, idempotency_ttl_ms))
+    place = (idempotency_ttl_ms, shard.base, GROUP, tokens, keeping.result_ttl_ms, keeping.replay_ttl_ms)
+    rule = (admission.heartbeat_timeout_ms, "1" if admission.needs_engine else "0", *admission.cap_args)
+    return Call("submit", tuple(keys), (*args, *place, *rule))
+
+
+def accept(
+    entry: Entry,
+    request_id: str,
+    *,
+    ttl_ms: int,
+    tenant: str,
+    tokens: int,
+    admission: Admission,
+    keeping: Keeping,
+    error: bytes = b"",
+    dead_letter: str = "",
+) -> Call:
+    """Give a raw entry that was not delivered yet its record, or answer it; `error`: the one to refuse it with.
+
+    Replies b"ok", b"known", b"taken" (it was delivered), b"duplicate", or the state in which it has ended.
+    """
+    shard = entry.shard
+    keys = (entry.stream_key, shard.record(request_id), shard.statistics, shard.waiting, shard.load, shard.dead_letters)
+    what = (GROUP, entry.entry_id, request_id, entry.stream, ttl_ms, tenant, tokens, GRACE_MS, shard.base)
+    how = (keeping.result_ttl_ms, keeping.replay_ttl_ms, admission.heartbeat_timeout_ms, error, dead_letter)
+    return Call("accept", keys, (*what, *how, *admission.cap_args))
+
+
+def sweep(shard: ShardKeys, owner: str, *, first: int, count: int, keeping: Keeping) -> Call:
+    """End waiting requests that are past their deadline or were cancelled by hand. Of those before their deadline,
+    `count` are looked at from place `first` on. Replies [next place, [[stream, entry id, fields], ...]]."""
+    args = (GROUP, owner, shard.base, first, count, keeping.result_ttl_ms, keeping.replay_ttl_ms)
+    return Call("sweep", (shard.waiting,), args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +223,8 @@ class BeginReply:
         return cls(attempt, released, seq, seed, created, deadline, now, reply[8] == b"1")
 
 
-def begin(entry: Entry, owner: str, request_id: str, *, ttl_ms: int, tenant: str, seed: int) -> Call:
-    """Become the owner of a delivered entry. `ttl_ms` and `tenant` count for an entry without a record."""
+def begin(entry: Entry, owner: str, request_id: str, *, ttl_ms: int, tenant: str, seed: int, tokens: int = 0) -> Call:
+    """Become the owner of a delivered entry. `ttl_ms`, `tenant` and `tokens` count for an entry without a record."""
     shard = entry.shard
     return Call(
         "begin",
@@ -149,8 +234,10 @@ def begin(entry: Entry, owner: str, request_id: str, *, ttl_ms: int, tenant: str
             entry.stream_key,
             shard.dead_letters,
             shard.statistics,
+            shard.waiting,
+            shard.load,
         ),
-        (GROUP, entry.entry_id, owner, request_id, ttl_ms, tenant, entry.stream, seed, GRACE_MS),
+        (GROUP, entry.entry_id, owner, request_id, ttl_ms, tenant, entry.stream, seed, GRACE_MS, tokens),
     )
 
 
@@ -212,31 +299,27 @@ def finish(
     return Call("finish", keys, (*fence, *end, *events))
 
 
-def cancel(
-    shard: ShardKeys, request_id: str, *, done: bytes, error: bytes, result_ttl_ms: int, replay_ttl_ms: int
-) -> Call:
-    """Cancel a request; replies b"cancelled", b"requested", b"noted", or b"ended" and its state.
-
-    `done` is its terminal event with seq 1, used where nothing has been published yet.
-    """
+def cancel(shard: ShardKeys, request_id: str, *, error: bytes, keeping: Keeping = Keeping()) -> Call:
+    """Cancel a request; replies b"cancelled", b"requested", b"noted", or b"ended" and its state."""
     keys = (shard.record(request_id), shard.events(request_id), shard.statistics, shard.blob(request_id))
-    args = (GROUP, shard.channel(request_id), result_ttl_ms, replay_ttl_ms, done, error)
-    return Call("cancel", (*keys, *shard.streams), args)
+    args = (GROUP, shard.base, request_id, keeping.result_ttl_ms, keeping.replay_ttl_ms, error)
+    return Call("cancel", (*keys, shard.waiting, shard.load, *shard.streams), args)
 
 
 def release(shard: ShardKeys, request_id: str, owner: str, attempt: int) -> Call:
     """Give a running request back without burning an attempt."""
-    return Call("release", (shard.record(request_id),), (owner, attempt))
+    keys = (shard.record(request_id), shard.waiting, shard.load)
+    return Call("release", keys, (owner, attempt, request_id))
 
 
-def heartbeat(shard: ShardKeys, owner: str, description: bytes) -> Call:
-    """Say that an engine lives; replies the server's time in ms."""
-    return Call("heartbeat", (shard.heartbeats, shard.engines), (owner, description))
+def renew(shard: ShardKeys, owner: str, description: bytes) -> Call:
+    """Renew an engine's lease; replies the server's time in ms."""
+    return Call("renew", (shard.heartbeats, shard.engines), (owner, description))
 
 
-def adopt(shard: ShardKeys, stream: int, owner: str, *, timeout_ms: int, count: int) -> Call:
+def reap(shard: ShardKeys, stream: int, owner: str, *, timeout_ms: int, count: int) -> Call:
     """Take over entries of engines without a fresh heartbeat; replies entries, as XRANGE does."""
-    return Call("adopt", (shard.streams[stream], shard.heartbeats), (GROUP, owner, timeout_ms, count))
+    return Call("reap", (shard.streams[stream], shard.heartbeats), (GROUP, owner, timeout_ms, count))
 
 
 def retire(shard: ShardKeys, owner: str) -> Call:
@@ -245,7 +328,7 @@ def retire(shard: ShardKeys, owner: str) -> Call:
 
 
 def dead_letter(entry: Entry, owner: str, reason: str, message: str) -> Call:
-    """Move a delivered entry that cannot be answered to the dead letters."""
+    """Move an entry that cannot be answered to the dead letters. `owner`: whose it is, empty if nobody's yet."""
     shard = entry.shard
     return Call(
         "dead_letter",

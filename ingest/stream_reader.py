@@ -46,7 +46,7 @@ class StreamReader:
         self._blocking = connect_blocking(config.redis_url, owner)
         self._grouped = False
         self._recover = False
-        self._adopt_at = clock()
+        self._reap_at = clock()
         self._backoff = Backoff()
         self._away = False
 
@@ -98,12 +98,12 @@ class StreamReader:
             self._recover = False
             if entries:
                 return entries
-        if self._clock() >= self._adopt_at:
-            entries = await self._adopt()
+        if self._clock() >= self._reap_at:
+            entries = await self._reap()
             if entries:
                 return entries
             # Several engines look at different moments, so that the entries of a dead one are spread over them.
-            self._adopt_at = self._clock() + self._config.heartbeat_timeout_s / 3
+            self._reap_at = self._clock() + self._config.heartbeat_timeout_s / 3
         async with asyncio.timeout(self._config.block_ms / 1000 + 5):
             reply: Any = await self._blocking.xreadgroup(
                 GROUP, self._owner, dict.fromkeys(self._shard.streams, ">"), count=1, block=self._config.block_ms
@@ -137,9 +137,9 @@ class StreamReader:
                 last = page[-1][0]
         return entries
 
-    async def _adopt(self) -> list[Entry]:
+    async def _reap(self) -> list[Entry]:
         calls = [
-            scripts.adopt(
+            scripts.reap(
                 self._shard, stream, self._owner, timeout_ms=int(self._config.heartbeat_timeout_s * 1000), count=1
             )
             for stream in range(PRIORITIES)

@@ -24,10 +24,8 @@ import socket
 import time
 from collections.abc import Coroutine, Iterable
 from functools import partial
-from importlib import metadata
 from typing import Any, TypeVar
 
-import orjson
 import structlog
 from redis.exceptions import RedisError
 
@@ -39,7 +37,9 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry
 from pagemill.ingest.intake import Intake
 from pagemill.ingest.keys import QueueKeys, ShardKeys
+from pagemill.ingest.leases import Lease
 from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
+from pagemill.ingest.lookout import Lookout
 from pagemill.ingest.outbox import Outbox, Outcome
 from pagemill.ingest.redis import Client, connect_commands, is_unavailable, wait_for_server
 from pagemill.ingest.schema import RequestBody
@@ -74,7 +74,7 @@ class Worker:
         self._starting = asyncio.Semaphore(MAX_STARTING)
         self._empty = asyncio.Event()
         self._empty.set()
-        self._beat_at = float("-inf")
+        self._lease = Lease(engine, config, self._client, self.owner)
         self.ready = asyncio.Event()
         self.finished = 0
 
@@ -100,7 +100,8 @@ class Worker:
                 return
             death = asyncio.create_task(self._engine.wait_for_death())
             stopping = asyncio.create_task(self._stopping.wait())
-            loops = [self._outbox.run(), self._beat_regularly(), self._watch()]
+            loops = [self._outbox.run(), self._lease.run(), self._watch()]
+            loops += [self._lookout(shard).run() for shard in self._keys.shards]
             tasks = [death, stopping, *map(asyncio.create_task, loops)]
             readers = [asyncio.create_task(self._read(shard)) for shard in self._keys.shards]
             _log.info("engine serves the queue", queue=self._config.queue, owner=self.owner)
@@ -179,46 +180,8 @@ class Worker:
             _log.warning("requests could not be given back in order", reason=str(error) or type(error).__name__)
 
     async def _retire(self) -> None:
-        if self._beat_at == float("-inf"):
-            return
-        try:
-            async with asyncio.timeout(5):
-                await scripts.run(self._client, [scripts.retire(shard, self.owner) for shard in self._keys.shards])
-        except (RedisError, OSError) as error:
-            _log.warning("could not leave the list of engines", reason=str(error) or type(error).__name__)
-        else:
+        if self._lease.was_renewed and await self._lease.retire():
             _log.info("engine has left the queue", owner=self.owner, finished=self.finished)
-
-    async def _beat_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.heartbeat_timeout_s / 4)
-            try:
-                await self._beat()
-            except (RedisError, OSError) as error:
-                if not is_unavailable(error):
-                    raise
-                _log.debug("heartbeat failed", reason=str(error))
-
-    async def _beat(self) -> None:
-        statistics = self._engine.statistics()
-        description = orjson.dumps(
-            {
-                "model": self._engine.info.model_name,
-                "num_blocks": self._engine.info.num_blocks,
-                "free_blocks": statistics.cache.pool.free,
-                "running": statistics.running,
-                "waiting": statistics.waiting,
-                "preemptions": statistics.preemptions,
-                "version": metadata.version("pagemill"),
-            }
-        )
-        started = time.monotonic()
-        for reply in await scripts.run(
-            self._client, [scripts.heartbeat(shard, self.owner, description) for shard in self._keys.shards]
-        ):
-            if isinstance(reply, BaseException):
-                raise reply
-        self._beat_at = started
 
     async def _watch(self) -> None:
         """Notice cancels and deadlines of requests that have nothing to append."""
@@ -254,24 +217,43 @@ class Worker:
     # -- entries -------------------------------------------------------------------------------------------------
 
     async def _read(self, shard: ShardKeys) -> None:
-        reader = self._readers[shard] = StreamReader(shard, self.owner, self._client, self._config, self._beat)
+        reader = self._readers[shard] = StreamReader(shard, self.owner, self._client, self._config, self._lease.renew)
         try:
             while await self._wait_for_room():
                 for entry in await reader.read():
-                    place = (entry.stream_key, entry.entry_id)
-                    if place in self._taken:
-                        continue
-                    self._taken.add(place)
-                    await self._starting.acquire()
-                    self._spawn(self._serve(entry))
+                    await self._take_on(entry)
                 self.ready.set()
         finally:
             await reader.aclose()
 
+    async def _take_on(self, entry: Entry) -> None:
+        place = (entry.stream_key, entry.entry_id)
+        if place not in self._taken:
+            self._taken.add(place)
+            await self._starting.acquire()
+            self._spawn(self._serve(entry))
+
+    def _lookout(self, shard: ShardKeys) -> Lookout:
+        def is_full() -> bool:
+            return not self._engine.has_room() and not self._stopping.is_set()
+
+        def on_given(entry: Entry) -> None:
+            self._spawn(self._take_on(entry))
+
+        return Lookout(
+            shard,
+            self.owner,
+            self._engine.info.model_name,
+            self._client,
+            self._config,
+            is_full=is_full,
+            on_given=on_given,
+        )
+
     async def _wait_for_room(self) -> bool:
         """Wait until something new may be taken. False: the worker stops."""
         while not self._stopping.is_set():
-            if self._beat_at + self._config.heartbeat_timeout_s / 2 < time.monotonic() and self.ready.is_set():
+            if self.ready.is_set() and not self._lease.is_fresh:
                 await asyncio.sleep(0.05)
             elif self._engine.has_room():
                 return True

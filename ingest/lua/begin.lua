@@ -1,7 +1,7 @@
 -- Makes one engine the owner of an entry that was delivered to it. Repeating the call changes nothing.
--- KEYS 1 record, 2 events, 3 input stream, 4 dead letters, 5 statistics
+-- KEYS 1 record, 2 events, 3 input stream, 4 dead letters, 5 statistics, 6 waiting, 7 load
 -- ARGV 1 group, 2 entry, 3 owner, 4 request id, 5 ttl ms (of a request without a record), 6 tenant (same), 7 stream number,
---      8 seed (kept if none is kept yet), 9 grace ms
+--      8 seed (kept if none is kept yet), 9 grace ms, 10 prompt tokens (of a request without a record)
 -- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel}
 --         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed
 local now = server_ms()
@@ -9,7 +9,7 @@ local entry, owner, grace = ARGV[2], ARGV[3], tonumber(ARGV[9])
 
 if not is_pending(KEYS[3], ARGV[1], entry, owner) then return {'lost'} end
 
-local record = redis.call('HMGET', KEYS[1], 'state', 'entry', 'stream', 'owner')
+local record = redis.call('HMGET', KEYS[1], 'state', 'entry', 'stream', 'owner', 'tokens', 'tenant')
 local state = record[1]
 if state and (record[2] ~= entry or record[3] ~= ARGV[7]) then
   -- Another entry has this id. Its events are the id's events: nothing may be published here.
@@ -23,13 +23,13 @@ if state and state ~= 'queued' and state ~= 'running' then
 end
 
 if not state then
-  -- A raw producer: accepted when the server stamped the entry. An id made by hand says nothing about time.
-  local created = tonumber(string.match(entry, '^(%d+)-'))
-  if created > now or created < now - 604800000 then created = now end
+  local created = accepted_at(entry, now)
   redis.call('UNLINK', KEYS[2])
   redis.call('HSET', KEYS[1], 'attempt', 0, 'released', 0, 'seq', 0, 'owner', '', 'stream', ARGV[7], 'entry', entry,
-    'priority', ARGV[7], 'tenant', ARGV[6], 'created', created, 'deadline', created + tonumber(ARGV[5]))
+    'priority', ARGV[7], 'tenant', ARGV[6], 'created', created, 'deadline', created + tonumber(ARGV[5]),
+    'tokens', ARGV[10])
 end
+if record[5] then uncount(KEYS[6], KEYS[7], ARGV[4], ARGV[7], entry, record[5], record[6]) end
 if state ~= 'running' or record[4] ~= owner then
   redis.call('HINCRBY', KEYS[1], 'attempt', 1)
   redis.call('HSET', KEYS[1], 'state', 'running', 'owner', owner)

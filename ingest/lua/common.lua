@@ -12,6 +12,38 @@ local function is_pending(stream, group, entry, consumer)
   return not pending.err and #pending > 0 and pending[1][2] == consumer
 end
 
+-- Whether one entry id comes after another, as the server compares them.
+local function is_after(entry, other)
+  local ms, seq = string.match(entry, '^(%d+)-(%d+)$')
+  local other_ms, other_seq = string.match(other, '^(%d+)-(%d+)$')
+  -- Compared as text: Lua's numbers do not hold 64 bits.
+  if ms ~= other_ms then
+    return #ms > #other_ms or #ms == #other_ms and ms > other_ms
+  end
+  return #seq > #other_seq or #seq == #other_seq and seq > other_seq
+end
+
+-- The last entry of a stream that was delivered to anybody. Where there is no group nothing was.
+local function last_delivered(stream, group)
+  local groups = redis.pcall('XINFO', 'GROUPS', stream)
+  if not groups.err then
+    for _, flat in ipairs(groups) do
+      local info = {}
+      for i = 1, #flat, 2 do info[flat[i]] = flat[i + 1] end
+      if info.name == group then return info['last-delivered-id'] end
+    end
+  end
+  return '0-0'
+end
+
+-- Whether an entry is in its stream and no consumer has been given it.
+local function is_undelivered(stream, group, entry)
+  if not is_after(entry, last_delivered(stream, group)) then return false end
+  local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)
+  if not pending.err and #pending > 0 then return false end
+  return #redis.call('XRANGE', stream, entry, entry) > 0
+end
+
 local function holds_nothing(stream, group, consumer)
   local pending = redis.pcall('XPENDING', stream, group, '-', '+', 1, consumer)
   return not pending.err and #pending == 0

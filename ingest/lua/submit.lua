@@ -1,24 +1,40 @@
--- Accepts a request: idempotency, duplicate ids, record and stream entry in one step.
--- KEYS 1 input stream, 2 record, 3 blob, 4 statistics, 5 idempotency key (only where the request has one)
+-- Accepts or refuses a request: idempotency, duplicate ids, admission, record and stream entry in one step.
+-- KEYS 1 input stream, 2 record, 3 blob, 4 statistics, 5 waiting, 6 load, 7 idempotency key (only where it has one)
 -- ARGV 1 request id, 2 priority, 3 body, 4 body hash, 5 submission (a number used once, so that a repeated call is known),
---      6 ttl ms, 7 grace ms, 8 tenant, 9 "1": the body goes to the blob key, 10 traceparent, 11 idempotency ttl ms
+--      6 ttl ms, 7 grace ms, 8 tenant, 9 "1": the body goes to the blob key, 10 traceparent, 11 idempotency ttl ms,
+--      12 key base, 13 group, 14 prompt tokens, 15 result ttl ms, 16 replay ttl ms, 17 heartbeat timeout ms,
+--      18 "1": refuse while no engine lives, 19...22 caps: requests, prompt tokens, the same for the tenant; empty: none
 -- Replies {"ok", id} {"repeated", id} {"attached", id} {"conflict", id} {"duplicate", id, state}
+--         {"refused", id, error}: told and kept as its result; id and idempotency key may be used again
 local now = server_ms()
-local id, ttl, grace = ARGV[1], tonumber(ARGV[6]), tonumber(ARGV[7])
+local id, ttl, grace, base = ARGV[1], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[12]
 
-local record = redis.call('HMGET', KEYS[2], 'state', 'submission')
-if record[1] then
-  if record[2] == ARGV[5] then return {'repeated', id} end
+local record = redis.call('HMGET', KEYS[2], 'state', 'submission', 'refused', 'error')
+if record[1] and record[2] == ARGV[5] then
+  if record[3] then return {'refused', id, record[4]} end
+  return {'repeated', id}
 end
-if KEYS[5] then
-  local seen = redis.call('GET', KEYS[5])
+if KEYS[7] then
+  local seen = redis.call('GET', KEYS[7])
   if seen then
     local first, hash = string.match(seen, '^(%S+) (%S+)$')
     if hash ~= ARGV[4] then return {'conflict', first} end
     return {'attached', first}
   end
 end
-if record[1] then return {'duplicate', id, record[1]} end
+if record[1] and not record[3] then return {'duplicate', id, record[1]} end
+if record[3] then redis.call('UNLINK', KEYS[2]) end
+redis.call('UNLINK', base .. 'ev:' .. id) -- of an earlier request, whose record is gone
+
+expire_waiting(base, ARGV[13], now, ARGV[15], ARGV[16])
+local problem = refuse(base, ARGV[13], now, tonumber(ARGV[2]), ARGV[8], tonumber(ARGV[14]), ttl, tonumber(ARGV[17]),
+  ARGV[18] == '1', {ARGV[19], ARGV[20], ARGV[21], ARGV[22]}, true)
+if problem then
+  redis.call('HSET', KEYS[2], 'attempt', 0, 'owner', '', 'priority', ARGV[2], 'tenant', ARGV[8], 'created', now,
+    'deadline', now + ttl, 'submission', ARGV[5], 'refused', 1)
+  answer(base, id, 'rejected', problem, now, ARGV[15], ARGV[16], '0', now)
+  return {'refused', id, problem}
+end
 
 local fields = {'v', '1', 'id', id}
 if ARGV[9] == '1' then
@@ -33,8 +49,10 @@ end
 local entry = redis.call('XADD', KEYS[1], '*', unpack(fields))
 -- A cancel that came before its request is kept: the field is not among those written here.
 redis.call('HSET', KEYS[2], 'state', 'queued', 'attempt', 0, 'released', 0, 'seq', 0, 'owner', '', 'stream', ARGV[2],
-  'entry', entry, 'priority', ARGV[2], 'tenant', ARGV[8], 'created', now, 'deadline', now + ttl, 'submission', ARGV[5])
+  'entry', entry, 'priority', ARGV[2], 'tenant', ARGV[8], 'created', now, 'deadline', now + ttl, 'submission', ARGV[5],
+  'tokens', ARGV[14])
 redis.call('PEXPIREAT', KEYS[2], now + ttl + grace)
-if KEYS[5] then redis.call('SET', KEYS[5], id .. ' ' .. ARGV[4], 'PX', ARGV[11]) end
+count(KEYS[5], KEYS[6], id, ARGV[2], entry, ARGV[14], ARGV[8], now + ttl)
+if KEYS[7] then redis.call('SET', KEYS[7], id .. ' ' .. ARGV[4], 'PX', ARGV[11]) end
 redis.call('HINCRBY', KEYS[4], 'submitted', 1)
 return {'ok', id}

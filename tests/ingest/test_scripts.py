@@ -69,7 +69,7 @@ class Engine:
         return scripts.WriteReply.read(await self.call(self.finish_call(entry, attempt, offset, state, **options)))
 
     async def beat(self) -> None:
-        await self.call(scripts.heartbeat(SHARD, self.owner, b"{}"))
+        await self.call(scripts.renew(SHARD, self.owner, b"{}"))
 
 
 def delta(seq: int, attempt: int = 1) -> bytes:
@@ -93,9 +93,7 @@ async def raw_add(client: Client, request_id: str = "a", stream: int = 1) -> byt
 
 
 async def cancel(client: Client, request_id: str = "a") -> list[bytes]:
-    call = scripts.cancel(
-        SHARD, request_id, done=done(1, 0, "cancelled"), error=b"{}", result_ttl_ms=3_600_000, replay_ttl_ms=600_000
-    )
+    call = scripts.cancel(SHARD, request_id, error=b"{}")
     reply: list[bytes] = await scripts.run_one(client, call)
     return reply
 
@@ -216,9 +214,9 @@ def test_a_writer_that_was_taken_over_can_write_nothing(on_queue: Any) -> None:
         entry = await zombie.take()
         await zombie.begin(entry)
         await zombie.append(1, 0, [delta(1)])
-        assert await heir.call(scripts.adopt(SHARD, 1, "heir", timeout_ms=60_000, count=9)) == []
+        assert await heir.call(scripts.reap(SHARD, 1, "heir", timeout_ms=60_000, count=9)) == []
         await client.zrem(SHARD.heartbeats, "zombie")
-        ((entry_id, _),) = await heir.call(scripts.adopt(SHARD, 1, "heir", timeout_ms=60_000, count=9))
+        ((entry_id, _),) = await heir.call(scripts.reap(SHARD, 1, "heir", timeout_ms=60_000, count=9))
         assert entry_id == entry.entry_id
         begun = await heir.begin(entry)
         assert isinstance(begun, scripts.BeginReply)
@@ -399,7 +397,7 @@ def test_releasing_burns_no_attempt(on_queue: Any) -> None:
         assert (await engine.append(1, 1, [delta(2)])).status == "stale"
         await engine.call(scripts.retire(SHARD, "e1"))
         assert [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)] == [b"e1"]
-        adopted = await heir.call(scripts.adopt(SHARD, 1, "e2", timeout_ms=60_000, count=9))
+        adopted = await heir.call(scripts.reap(SHARD, 1, "e2", timeout_ms=60_000, count=9))
         assert len(adopted) == 1
         begun = await heir.begin(entry)
         assert isinstance(begun, scripts.BeginReply)
@@ -418,8 +416,8 @@ def test_adopting_is_bounded_and_passes_over_what_was_deleted(on_queue: Any) -> 
             await submit(client, f"r{number}")
             entry = await dead.take()
         await client.xdel(SHARD.streams[1], entry.entry_id)
-        first = await heir.call(scripts.adopt(SHARD, 1, "heir", timeout_ms=60_000, count=2))
-        rest = await heir.call(scripts.adopt(SHARD, 1, "heir", timeout_ms=60_000, count=2))
+        first = await heir.call(scripts.reap(SHARD, 1, "heir", timeout_ms=60_000, count=2))
+        rest = await heir.call(scripts.reap(SHARD, 1, "heir", timeout_ms=60_000, count=2))
         assert (len(first), len(rest)) == (2, 1)
         pending = await client.xpending(SHARD.streams[1], GROUP)
         assert pending["consumers"] == [{"name": b"heir", "pending": 3}]

@@ -1,4 +1,4 @@
--- Says that an engine lives, and forgets engines that have been silent for an hour.
+-- Renews an engine's lease: it lives, and this is how it is. Forgets engines that have been silent for an hour.
 -- KEYS 1 heartbeats, 2 engines
 -- ARGV 1 owner, 2 description as JSON
 -- Replies the server's time in ms

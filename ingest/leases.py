@@ -1,0 +1,135 @@
+"""An engine's lease on what it has taken: heartbeats that say that it lives and how it is.
+
+The lease covers all that an engine holds, so renewing it is one call, however much runs. It is renewed only while the
+step loop gets on: a device that hangs keeps the process, its event loop and its connections alive, and must lose its
+requests all the same. A step may last as long as `heartbeat_timeout_s`.
+
+The others learn from the same heartbeat what this engine can do; `submit` and `accept` refuse by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from importlib import metadata
+from typing import Any
+
+import orjson
+import structlog
+from redis.exceptions import RedisError
+
+from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.forecast import Outlook
+from pagemill.ingest import scripts
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.keys import QueueKeys
+from pagemill.ingest.redis import Client, is_unavailable
+
+BEAT_S = 1.0  # what is told of the engine is never older
+OUTLOOK_STRIDE = 4  # of its points, so many to one are told
+
+_log = structlog.get_logger(__name__)
+
+
+class Lease:
+    """The lease of engine `owner` on every shard."""
+
+    def __init__(self, engine: AsyncEngine, config: QueueConfig, client: Client, owner: str) -> None:
+        self._engine = engine
+        self._config = config
+        self._client = client
+        self._owner = owner
+        self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
+        self._renewed_at = float("-inf")
+        self._pulse = -1
+        self._is_late = False
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it was renewed lately enough to take something new."""
+        return self._renewed_at + self._config.heartbeat_timeout_s / 2 >= time.monotonic()
+
+    @property
+    def was_renewed(self) -> bool:
+        """Whether it was ever renewed."""
+        return self._renewed_at > float("-inf")
+
+    async def run(self) -> None:
+        """Renew until cancelled, whatever happens to Redis."""
+        while True:
+            await asyncio.sleep(min(BEAT_S, self._config.heartbeat_timeout_s / 4))
+            try:
+                await self.renew()
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    raise
+                _log.debug("heartbeat failed", reason=str(error))
+
+    async def renew(self) -> None:
+        """Renew now, unless the step loop has not got on since the last time. Raises redis-py's errors."""
+        pulse, idle = self._engine.pulse
+        if pulse == self._pulse and not idle:
+            if not self._is_late and not self.is_fresh:
+                self._is_late = True
+                _log.warning("a step takes long, the lease runs out: is the device hung?", owner=self._owner)
+            return
+        started = time.monotonic()
+        description = orjson.dumps(self._description())
+        calls = [scripts.renew(shard, self._owner, description) for shard in self._keys.shards]
+        for reply in await scripts.run(self._client, calls):
+            if isinstance(reply, BaseException):
+                raise reply
+        self._pulse = pulse
+        self._is_late = False
+        self._renewed_at = started
+
+    async def retire(self) -> bool:
+        """Give the lease up: the others may take at once what is left. False: Redis could not be told."""
+        try:
+            async with asyncio.timeout(5):
+                await scripts.run(self._client, [scripts.retire(shard, self._owner) for shard in self._keys.shards])
+        except (RedisError, OSError) as error:
+            _log.warning("could not leave the list of engines", reason=str(error) or type(error).__name__)
+            return False
+        return True
+
+    def _description(self) -> dict[str, Any]:
+        engine, statistics, backlog = self._engine, self._engine.statistics(), self._engine.backlog
+        caps = dict(
+            zip(
+                ("requests", "prompt_tokens", "tenant_requests", "tenant_prompt_tokens"), self._config.caps, strict=True
+            )
+        )
+        places = {
+            "places": engine.config.max_waiting_requests,
+            "token_places": engine.config.max_waiting_prompt_tokens,
+        }
+        return {
+            "model": engine.info.model_name,
+            "num_blocks": engine.info.num_blocks,
+            "free_blocks": statistics.cache.pool.free,
+            "running": statistics.running,
+            "waiting": statistics.waiting,
+            "preemptions": statistics.preemptions,
+            "version": metadata.version("pagemill"),
+            "room": engine.has_room(),
+            "prefill_tokens_s": statistics.prefill_tokens_s,
+            "decode_tokens_s": statistics.decode_tokens_s,
+            "waiting_requests": backlog.requests,
+            "waiting_tokens": backlog.tokens,
+            "outlook": _told(engine.outlook(), statistics.prefill_tokens_s if engine.num_live else None),
+            "caps": {**caps, **places},
+        }
+
+
+def _told(outlook: Outlook | None, prefill_tokens_s: float | None) -> dict[str, Any] | None:
+    """An outlook as the scripts read it. Where there is none (nobody forecasts under `admission=reserve`) prompts can
+    still start no faster than they are computed."""
+    if outlook is not None:
+        kept = range(len(outlook.times) - 1, -1, -OUTLOOK_STRIDE)
+        times = [round(float(outlook.times[index]), 4) for index in reversed(kept)]
+        admitted = [round(float(outlook.admitted[index]), 2) for index in reversed(kept)]
+        return {"times": times, "admitted": admitted, "mean_tokens": round(float(outlook.mean_tokens), 1)}
+    if prefill_tokens_s is None:
+        return None
+    return {"times": [0, 1], "admitted": [0, round(prefill_tokens_s, 1)], "mean_tokens": 1}

@@ -1,0 +1,90 @@
+-- Put before scripts that deal with requests which are accepted and have not begun.
+-- `wait`: sorted set, deadline (server ms) by "<id> <stream> <entry> <prompt tokens> <tenant>": all that is needed to
+-- take a request out of the sums again, even if its record is gone.
+-- `load`: hash, the sums over `wait`: requests and prompt tokens by priority (n0 t0 n1 ...) and by tenant (n@x t@x).
+-- Only `count` and `uncount` write them, always both, so they cannot drift apart.
+
+local WAIT_TTL_MS = 691200000 -- longer than any deadline
+
+local function add_load(load, stream, tenant, tokens, sign)
+  for field, by in pairs({
+    ['n' .. stream] = sign, ['t' .. stream] = sign * tokens, ['n@' .. tenant] = sign, ['t@' .. tenant] = sign * tokens,
+  }) do
+    if by ~= 0 and redis.call('HINCRBY', load, field, string.format('%d', by)) == 0 then
+      redis.call('HDEL', load, field)
+    end
+  end
+end
+
+local function count(wait, load, id, stream, entry, tokens, tenant, deadline)
+  local member = table.concat({id, stream, entry, tokens, tenant}, ' ')
+  if redis.call('ZADD', wait, 'NX', deadline, member) == 0 then return end
+  add_load(load, stream, tenant, tonumber(tokens), 1)
+  redis.call('PEXPIRE', wait, WAIT_TTL_MS)
+  redis.call('PEXPIRE', load, WAIT_TTL_MS)
+end
+
+local function uncount(wait, load, id, stream, entry, tokens, tenant)
+  local member = table.concat({id, stream, entry, tokens, tenant}, ' ')
+  if redis.call('ZREM', wait, member) == 1 then add_load(load, stream, tenant, tonumber(tokens), -1) end
+end
+
+-- A raw producer's request was accepted when the server stamped its entry. An id made by hand says nothing about time.
+local function accepted_at(entry, now)
+  local created = tonumber(string.match(entry, '^(%d+)-'))
+  if created > now or created < now - 604800000 then return now end
+  return created
+end
+
+-- The answer of a request that ends without an engine's help: its only event, and its record from now on.
+local function answer(base, id, state, problem, now, result_ttl, replay_ttl, attempt, created)
+  local ms = string.format('%d', now - created)
+  local usage = '{"prompt_tokens":0,"completion_tokens":0,"cached_tokens":0}'
+  local metrics = '{"queue_ms":' .. ms .. ',"total_ms":' .. ms .. ',"attempts":' .. attempt .. '}'
+  local done = '{"seq":1,"attempt":' .. attempt .. ',"type":"done","state":"' .. state .. '","usage":' .. usage
+    .. ',"metrics":' .. metrics .. ',"error":' .. problem .. '}'
+  local record, events = base .. 'req:' .. id, base .. 'ev:' .. id
+  redis.call('UNLINK', events) -- of an earlier request, whose record is gone
+  redis.call('XADD', events, '1-0', 'e', done)
+  redis.call('PUBLISH', base .. 'ch:' .. id, '1 ' .. done)
+  redis.call('HSET', record, 'state', state, 'seq', 1, 'finished', now, 'result', '[]', 'usage', usage,
+    'metrics', metrics, 'error', problem)
+  redis.call('PEXPIRE', record, result_ttl)
+  redis.call('PEXPIRE', events, replay_ttl)
+  redis.call('HINCRBY', base .. 'stat', state, 1)
+end
+
+local EXPIRED = '{"code":"deadline_exceeded","message":"the deadline has passed","param":"ttl_ms"}'
+local CANCELLED = '{"code":"cancelled","message":"the request was cancelled"}'
+
+-- Ends a waiting request that is past its deadline or was cancelled. One that was begun before, and has told something,
+-- can only be ended by an engine: its stream number and entry are returned.
+local function end_if_over(base, group, now, member, result_ttl, replay_ttl)
+  local id, stream, entry, tokens, tenant = string.match(member, '^(%S+) (%S+) (%S+) (%S+) (%S+)$')
+  local wait, load = base .. 'wait', base .. 'load'
+  local r = redis.call('HMGET', base .. 'req:' .. id, 'state', 'entry', 'stream', 'seq', 'attempt', 'created', 'cancel',
+    'deadline')
+  if r[1] ~= 'queued' or r[2] ~= entry or r[3] ~= stream then
+    -- Its record is gone, or another request's: nothing is left but the count.
+    uncount(wait, load, id, stream, entry, tokens, tenant)
+    return
+  end
+  local cancelled = r[7] == '1'
+  if not cancelled and now <= tonumber(r[8]) then return end
+  if r[4] ~= '0' then return stream, entry end
+  answer(base, id, cancelled and 'cancelled' or 'expired', cancelled and CANCELLED or EXPIRED, now, result_ttl,
+    replay_ttl, r[5], tonumber(r[6]))
+  remove_entry(base .. 'in:' .. stream, group, entry)
+  redis.call('UNLINK', base .. 'blob:' .. id)
+  uncount(wait, load, id, stream, entry, tokens, tenant)
+end
+
+local function past_deadline(base, now, limit)
+  return redis.call('ZRANGEBYSCORE', base .. 'wait', '-inf', '(' .. now, 'LIMIT', 0, limit)
+end
+
+local function expire_waiting(base, group, now, result_ttl, replay_ttl)
+  for _, member in ipairs(past_deadline(base, now, 16)) do
+    end_if_over(base, group, now, member, result_ttl, replay_ttl)
+  end
+end

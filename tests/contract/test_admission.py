@@ -1,0 +1,101 @@
+"""An engine that has no room: who waits is refused, expired and cancelled in time all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from pagemill.engine.async_engine import AsyncEngine
+from pagemill.ingest.client import AsyncClient, RequestFailed
+from pagemill.ingest.config import QueueConfig
+from tests.contract.conftest import STORY, TAG, Outside, serving
+
+# Fills the pool of 25 blocks for as long as a test needs.
+HOG: dict[str, Any] = {**STORY, "max_tokens": 380, "flush_ms": 0}
+
+
+async def fill(outside: Outside) -> None:
+    """Make the engine full: one runs, one waits inside for blocks."""
+    await outside.add("hog", HOG)
+    await outside.first_delta("hog")
+    await outside.add("second", {**HOG, "prompt": "word " * 385, "max_tokens": 2})
+    record = f"{TAG}:req:second"
+    async with asyncio.timeout(10):
+        while await outside.redis.hget(record, "state") != b"running":
+            await asyncio.sleep(0.005)
+
+
+async def clear(outside: Outside) -> None:
+    for name in ("hog", "second"):
+        await outside.redis.hset(f"{TAG}:req:{name}", "cancel", "1")
+        await outside.done(name)
+
+
+def test_who_waits_behind_a_full_engine_is_answered_in_time(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
+) -> None:
+    async def scenario() -> None:
+        async with serving(engine, queue_config.replace(max_queued_requests=3)):
+            await fill(outside)
+            began = time.monotonic()
+            await outside.add("no-json", b"{")
+            await outside.add("wrong", {**STORY, "max_tokens": 0})
+            await outside.redis.xadd(f"{TAG}:in:1", {"v": "7", "id": "x"})
+            for number in range(5):
+                await outside.add(f"r{number}", {**STORY, "max_tokens": 2})
+            for name, code in (("no-json", "invalid_request"), ("wrong", "invalid_request"), ("r4", "queue_full")):
+                done = await outside.done(name, timeout=5)
+                assert (done["state"], done["error"]["code"]) == ("rejected", code)
+            assert time.monotonic() - began < 1
+            assert done["error"]["retry_after_ms"] >= 100
+            letters = await outside.redis.xrange(f"{TAG}:dlq")
+            assert {letter[b"reason"] for _, letter in letters} == {b"unknown_version", b"unreadable"}
+            # What waits has a record with a deadline, and can be cancelled by hand.
+            assert await outside.redis.hget(f"{TAG}:req:r0", "state") == b"queued"
+            await outside.redis.hset(f"{TAG}:req:r0", "cancel", "1")
+            assert (await outside.done("r0", timeout=5))["state"] == "cancelled"
+            # The place is free again, for a request that cannot wait long.
+            await outside.add("brief", {**STORY, "ttl_ms": 300})
+            done = await outside.done("brief", timeout=5)
+            assert (done["state"], done["error"]["code"]) == ("expired", "deadline_exceeded")
+            assert done["metrics"]["attempts"] == 0 and done["metrics"]["queue_ms"] >= 300
+            assert (await outside.events("hog"))[-1]["type"] == "delta", "the engine was not full all the time"
+            await clear(outside)
+            for number in (1, 2):
+                assert (await outside.done(f"r{number}"))["state"] == "completed"
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_a_deadline_behind_a_full_engine_is_known_to_be_out_of_reach(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
+) -> None:
+    async def scenario() -> None:
+        async with serving(engine, queue_config), AsyncClient(queue_config) as client:
+            await fill(outside)
+            for number in range(30):
+                await outside.add(f"r{number}", {**HOG, "max_tokens": 200})
+            async with asyncio.timeout(10):
+                while b'"times"' not in (await outside.redis.hvals(f"{TAG}:engines"))[0]:
+                    await asyncio.sleep(0.01)
+            began = time.monotonic()
+            await outside.add("hasty", {**STORY, "ttl_ms": 1500})
+            with pytest.raises(RequestFailed) as refused:
+                await client.submit(**STORY, ttl_ms=1500)
+            assert (refused.value.code, refused.value.result.state) == ("deadline_unreachable", "rejected")
+            done = await outside.done("hasty", timeout=5)
+            assert (done["state"], done["error"]["code"]) == ("rejected", "deadline_unreachable")
+            assert time.monotonic() - began < 0.5
+            assert done["error"]["retry_after_ms"] >= 100
+            handle = await client.submit(**STORY, priority=0)
+            for number in range(30):
+                await client.cancel(f"r{number}")
+            await clear(outside)
+            assert (await handle.result()).finish_reason == "length"
+        await outside.assert_nothing_left()
+
+    play(scenario())
