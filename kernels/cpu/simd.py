@@ -369,12 +369,13 @@ def float_of_rank(typingctx: Any, rank: Any) -> Any:
 
 @intrinsic
 def rank_of_float(typingctx: Any, x: Any) -> Any:
-    """The inverse of `float_of_rank`."""
+    """The inverse of `float_of_rank`, but that -0 has the place of 0, since it is no less in comparisons."""
     if x != types.float32:
         return None
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], _I32)
+        is_zero = builder.fcmp_ordered("==", args[0], ir.Constant(_F32, 0.0))
+        bits = builder.select(is_zero, ir.Constant(_I32, 0), builder.bitcast(args[0], _I32))
         flip = builder.and_(builder.ashr(bits, ir.Constant(_I32, 31)), ir.Constant(_I32, 0x7FFFFFFF))
         return builder.sext(builder.xor(bits, flip), _I64)
 
