@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         block_size=config.block_size,
         num_blocks=num_blocks,
         bytes_per_block=runner.bytes_per_block,
-        eos_token_ids=tuple(sorted(spec.eos_token_ids)),
+        eos_token_ids=_end_token_ids(spec.eos_token_ids, tokenizer, spec.vocab_size),
     )
     limits = Limits(
         vocab_size=spec.vocab_size,
@@ -92,3 +93,10 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
     core = EngineCore(scheduler, runner, tokenizer, info.eos_token_ids)
     compiler = None if tokenizer is None else GrammarCompiler(tokenizer, spec.vocab_size, info.eos_token_ids)
     return EngineParts(config, info, limits, core, tokenizer, compiler)
+
+
+def _end_token_ids(of_model: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Ids that end a text: the model's, and the tokenizer's own. A model that was taught to chat often keeps the former
+    of the model it came from, and ends its turns by the latter."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(sorted({*of_model, *(() if own is None or own >= vocab_size else (own,))}))

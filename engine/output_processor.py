@@ -70,13 +70,6 @@ class OutputProcessor:
         """Characters that `take_text` has returned so far."""
         return self._text_length
 
-    def extend(self, token_ids: Sequence[int]) -> int:
-        """Add the tokens of a step that yielded several, up to the one that ends the sequence; return how many."""
-        for count, token_id in enumerate(token_ids, start=1):
-            if self.append(token_id) is not None:
-                return count
-        return len(token_ids)
-
     def append(self, token_id: int) -> Finish | None:
         """Add the next token; return the end of the sequence if this token brings it. Then its text is complete."""
         assert self.finished is None, "a token after the end"
@@ -102,10 +95,6 @@ class OutputProcessor:
     def finish(self) -> None:
         """End the text from outside (a cancelled request): what was held back becomes final. May be called twice."""
         self._flush()
-
-    def banned_token_ids(self, ahead: int = 0) -> tuple[int, ...]:
-        """Ids that may not be sampled after `ahead` more tokens: they would end the sequence before min_tokens."""
-        return self._checker.banned_token_ids(ahead)
 
     def _flush(self) -> Finish | None:
         """Release held text; the replacement character of half a character may complete a stop string."""

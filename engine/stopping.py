@@ -98,14 +98,13 @@ class StopStrings:
 class StopChecker:
     """Decides after each token by its id and by the count of tokens. Strings are `StopStrings`' business."""
 
-    __slots__ = ("_banned", "_eos", "_max_tokens", "_min_tokens", "_stop_ids", "num_tokens")
+    __slots__ = ("_eos", "_max_tokens", "_min_tokens", "_stop_ids", "num_tokens")
 
     def __init__(self, params: SamplingParams, max_tokens: int, eos_token_ids: Sequence[int]) -> None:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ())
         self._min_tokens = params.min_tokens
         self._max_tokens = max_tokens
-        self._banned = tuple(sorted(self._eos | self._stop_ids)) if params.min_tokens else ()
         self.num_tokens = 0
 
     @property
@@ -126,7 +125,3 @@ class StopChecker:
     @property
     def is_full(self) -> bool:
         return self.num_tokens >= self._max_tokens
-
-    def banned_token_ids(self, ahead: int = 0) -> tuple[int, ...]:
-        """Ids that the sampler must not choose after `ahead` more tokens, since min_tokens is not reached then."""
-        return self._banned if self.num_tokens + ahead < self._min_tokens else ()

@@ -147,16 +147,6 @@ def test_a_match_that_began_before_min_tokens_counts_when_it_completes_after(tok
     assert (run.text, run.finish) == ("one two three four", None)
 
 
-def test_banned_tokens_until_min_tokens(tokenizer: Tokenizer) -> None:
-    processor = OutputProcessor(tokenizer, _request(min_tokens=2, stop_token_ids=[7]), (EOS, OTHER_EOS))
-    for _ in range(2):
-        assert set(processor.banned_token_ids()) == {EOS, OTHER_EOS, 7}
-        processor.append(28)
-    assert processor.banned_token_ids() == ()
-    ignoring = OutputProcessor(tokenizer, _request(min_tokens=2, ignore_eos=True), (EOS,))
-    assert ignoring.banned_token_ids() == ()
-
-
 @pytest.mark.parametrize("eos", [EOS, OTHER_EOS])
 def test_every_eos_ends_and_ignore_eos_ignores_every_one(tokenizer: Tokenizer, eos: int) -> None:
     ids = [*tokenizer.encode("one"), eos, *tokenizer.encode(" two")]
@@ -173,6 +163,34 @@ def test_the_token_that_ends_a_text_is_not_part_of_it(tokenizer: Tokenizer, skip
     run = _run(tokenizer, [one, two, one], stop_token_ids=[two], skip_special_tokens=skip)
     assert (run.text, run.num_tokens, run.finish) == ("one", 2, Finish("stop", two))
     assert _run(tokenizer, [one, EOS], skip_special_tokens=skip).text == "one"
+
+
+def test_what_ends_a_text_is_shown_with_include_stop(tokenizer: Tokenizer) -> None:
+    """The token as well as the string, as vLLM has it."""
+    one, two = tokenizer.encode("one two")
+    for params, text in (
+        ({"stop_token_ids": [two]}, "one two"),
+        ({"stop_token_ids": [two], "stop": ["two"]}, "one two"),
+        ({"stop": ["tw"]}, "one tw"),
+    ):
+        run = _run(tokenizer, [one, two, one], include_stop_str_in_output=True, **params)
+        assert (run.text, run.num_tokens) == (text, 2)
+    for skip, text in ((True, "one"), (False, "one<|im_end|>")):
+        run = _run(tokenizer, [one, EOS], include_stop_str_in_output=True, skip_special_tokens=skip)
+        assert (run.text, run.finish) == (text, Finish("stop"))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_special_token_may_be_a_stop_string(tokenizer: Tokenizer, skip: bool) -> None:
+    """Also where it does not show: a model that ends its turns by a token which its files do not call an end."""
+    start = tokenizer.special_token_ids["<|im_start|>"]
+    ids = [*tokenizer.encode("one two"), start, *tokenizer.encode("user")]
+    params: dict[str, Any] = {"stop": ["\n", "<|im_start|>"], "skip_special_tokens": skip}
+    run = _run(tokenizer, ids, **params)
+    assert (run.text, run.num_tokens, run.finish) == ("one two", 3, Finish("stop", "<|im_start|>"))
+    assert _run(tokenizer, ids, min_tokens=3, **params).finish is None
+    shown = _run(tokenizer, ids, include_stop_str_in_output=True, **params)
+    assert shown.text == ("one two" if skip else "one two<|im_start|>")
 
 
 def test_a_stop_string_wins_over_the_length_at_the_same_token(tokenizer: Tokenizer) -> None:

@@ -6,16 +6,19 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pagemill.engine.chat import Chat
 from pagemill.engine.errors import ConfigError, RequestError
+from pagemill.engine.llm import LLM
 from pagemill.engine.loader import resolve_model
 from pagemill.engine.tokenizer import Tokenizer
+from tests.engine.tiny_models import CONFIGS, save_model
 
 TEXTS = (
     "Hello world",
@@ -93,3 +96,14 @@ def test_a_decoder_that_is_not_understood_is_named() -> None:
     rust.decoder = decoders.CTC()
     with pytest.raises(ConfigError, match="CTC"):
         Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))
+
+
+def test_the_end_of_the_tokenizer_ends_a_text_too(tmp_path: Path) -> None:
+    """A model that was taught to chat keeps the end of the model it came from in config.json."""
+    folder = save_model(CONFIGS["llama-gqa"](), tmp_path)
+    rust = RustTokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    rust.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|im_end|>").save_pretrained(folder)
+    settings: dict[str, Any] = {"threads": 1, "num_blocks_override": 8, "dtype": "float32"}
+    assert LLM(str(folder), **settings).info.eos_token_ids == (2,)
+    assert LLM(str(folder), skip_tokenizer_init=True, **settings).info.eos_token_ids == ()
