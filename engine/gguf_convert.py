@@ -32,6 +32,12 @@ _FORMAT = 1  # part of the cache key: raise it when the converted files change
 _SHARD_BYTES = 2 << 30
 _STALE_SECONDS = 3600
 
+# GGUF architecture: the class and the model type of transformers. Mistral is a llama with a sliding window.
+_ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -45,6 +51,8 @@ _IN_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -151,19 +159,20 @@ def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str,
         return ConfigError(f"{source.name}: {what}")
 
     architecture = _field(reader, "general.architecture")
-    if architecture != "llama":
-        raise refuse(f"GGUF architecture {architecture!r} is not supported; supported is 'llama' (Llama and Mistral)")
+    if architecture not in _ARCHITECTURES:
+        supported = ", ".join(_ARCHITECTURES)
+        raise refuse(f"GGUF architecture {architecture!r} is not supported; supported are {supported}")
     if _field(reader, "split.count", 0) > 1:
         raise refuse("this is one part of a split GGUF; join them with `llama-gguf-split --merge`")
-    if _field(reader, "llama.expert_count", 0):
+    if _field(reader, f"{architecture}.expert_count", 0):
         raise refuse("mixture-of-experts models are not supported")
 
     def number(name: str, default: Any = None) -> Any:
-        value = _field(reader, f"llama.{name}", default)
+        value = _field(reader, f"{architecture}.{name}", default)
         if isinstance(value, list):  # written per layer by some converters
             value = value[0] if len(set(value)) == 1 else None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise refuse(f"llama.{name} is missing or not one number")
+            raise refuse(f"{architecture}.{name} is missing or not one number")
         return value
 
     shapes = {tensor.name: [int(size) for size in reversed(tensor.shape)] for tensor in reader.tensors}
@@ -176,9 +185,10 @@ def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str,
     if number("attention.value_length", head_dim) != head_dim:
         raise refuse("keys and values of different length are not supported")
     window = _field(reader, "llama.attention.sliding_window")
+    kind, model_type = ("MistralForCausalLM", "mistral") if window else _ARCHITECTURES[architecture]
     config: dict[str, Any] = {
-        "architectures": ["MistralForCausalLM" if window else "LlamaForCausalLM"],
-        "model_type": "mistral" if window else "llama",
+        "architectures": [kind],
+        "model_type": model_type,
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": hidden,
         "intermediate_size": number("feed_forward_length"),
@@ -189,7 +199,7 @@ def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str,
         "hidden_act": "silu",
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(reader, number, refuse),
+        "rope_parameters": _rope(reader, architecture, number, refuse),
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
         "tie_word_embeddings": "output.weight" not in shapes,
@@ -204,8 +214,8 @@ def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str,
     return config, {"bos_token_id": config["bos_token_id"], "eos_token_id": eos or None}
 
 
-def _rope(reader: Any, number: Any, refuse: Any) -> dict[str, Any]:
-    kind = _field(reader, "llama.rope.scaling.type", "none")
+def _rope(reader: Any, architecture: str, number: Any, refuse: Any) -> dict[str, Any]:
+    kind = _field(reader, f"{architecture}.rope.scaling.type", "none")
     rope: dict[str, Any] = {"rope_theta": float(number("rope.freq_base", 10000.0)), "rope_type": "default"}
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": float(number("rope.scaling.factor"))}
@@ -242,7 +252,9 @@ def _write_weights(reader: Any, config: dict[str, Any], source: Path, folder: Pa
     from gguf import dequantize
     from safetensors.numpy import save_file
 
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    heads: dict[str, int] = {}  # of the tensors whose rotary pairs GGUF interleaves: Llama's only
+    if config["model_type"] in ("llama", "mistral"):
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     names = {tensor.name: _stored_name(tensor.name, source) for tensor in reader.tensors}
     shards: list[list[str]] = []
     shard: dict[str, np.ndarray[Any, Any]] = {}
@@ -281,7 +293,7 @@ def _stored_name(name: str, source: Path) -> str:
         return _TOP_LEVEL[name]
     part = _LAYER_TENSOR.fullmatch(name)
     if part is None or part[2] not in _IN_LAYER:
-        raise ConfigError(f"{source.name}: tensor {name} has no place in a Llama model")
+        raise ConfigError(f"{source.name}: tensor {name} has no place in a model of this kind")
     return f"model.layers.{part[1]}.{_IN_LAYER[part[2]]}.{part[3]}"
 
 

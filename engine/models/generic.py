@@ -20,7 +20,7 @@ from pagemill.engine.models import probe
 from pagemill.engine.models.attention_interface import NAME, PagedAttention, carry, register
 from pagemill.engine.models.attention_trace import LayerAttention, Trace, trace
 from pagemill.engine.models.base import Loading
-from pagemill.engine.models.refusals import read_config, refused
+from pagemill.engine.models.refusals import read_config, refused, rope_tables
 from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
 from pagemill.kernels.layout import KVLayout, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
@@ -228,8 +228,8 @@ def _spec(folder: ModelFolder, config: Any, traced: Trace, max_model_len: int | 
     reader = ConfigReader(folder)
     first = traced.layers[0]
     windows = [layer.window for layer in traced.layers]
-    longest = getattr(config, "max_position_embeddings", None) or max_model_len
-    if not isinstance(longest, int) or longest < 1:
+    longest = _longest(folder, config) or max_model_len
+    if longest is None:
         raise reader.error("max_position_embeddings is missing; say how long sequences may be with max_model_len")
     return ModelSpec(
         architecture=folder.architecture,
@@ -243,6 +243,22 @@ def _spec(folder: ModelFolder, config: Any, traced: Trace, max_model_len: int | 
         eos_token_ids=eos_within(folder, traced.vocab_size),
         sliding_window=max(windows) if all(windows) else None,
     )
+
+
+def _longest(folder: ModelFolder, config: Any) -> int | None:
+    """How long sequences may be, in tokens, by the configuration.
+
+    LongRoPE has other frequencies for a batch with a sequence longer than those it was first trained on, for all of
+    the batch: so none may be longer, or one request would change another's tokens.
+    """
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    for rope in rope_tables(config.to_dict()):
+        if rope.get("rope_type") == "longrope" and (
+            longest is None or rope["original_max_position_embeddings"] < longest
+        ):
+            longest = int(rope["original_max_position_embeddings"])
+            _log.warning("longrope: sequences are as long as those of the first training only", max_model_len=longest)
+    return longest
 
 
 def _one_line(error: Exception) -> str:

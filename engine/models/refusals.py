@@ -26,7 +26,6 @@ _STATE_FIELDS = (
     "linear_attn_config",
     "conv_L_cache",
 )
-_GROWING_ROPE = ("dynamic", "longrope")
 _ALIBI = ("bloom", "mpt")  # always; others have a field for it
 _POSITIONS = ("absolute", "learned", "rope", "rotary")
 
@@ -107,19 +106,17 @@ def _layer_refusal(config: dict[str, Any]) -> str | None:
 
 
 def _rope_refusal(config: dict[str, Any]) -> str | None:
-    for kind in _rope_types(config):
-        if kind in _GROWING_ROPE:
-            return (
-                f"its rope scaling {kind!r} depends on the longest sequence of a batch, so that one request would "
-                "change another's tokens"
-            )
+    if any(rope.get("rope_type") == "dynamic" for rope in rope_tables(config)):
+        return (
+            "its rope scaling 'dynamic' depends on the longest sequence of a batch, so that one request would change "
+            "another's tokens"
+        )
     return None
 
 
-def _rope_types(config: dict[str, Any]) -> Iterator[str]:
-    """Of the whole model, or of each kind of its layers."""
-    for name in ("rope_parameters", "rope_scaling"):
-        table = config.get(name)
-        if isinstance(table, dict):
-            for part in (table, *(inner for inner in table.values() if isinstance(inner, dict))):
-                yield str(part.get("rope_type", part.get("type")))
+def rope_tables(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rotary parameters of the whole model, or of each kind of its layers."""
+    table = config.get("rope_parameters")
+    if isinstance(table, dict):
+        yield table
+        yield from (inner for inner in table.values() if isinstance(inner, dict))

@@ -22,13 +22,16 @@ def inverse_frequencies(config: ConfigReader, head_dim: int, longest: int) -> to
         raise config.unfollowed("rotary embedding of a part of the head (partial_rotary_factor) is not supported")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     frequencies = 1.0 / (theta**exponents)
-    if kind == "default":
+    # Dynamic scaling sets in behind max_position_embeddings, which no sequence here exceeds.
+    if kind in ("default", "dynamic"):
         return frequencies
     if kind == "linear":
         return frequencies / config.number_in(rope, "factor")
     if kind == "llama3":
         return _llama3(config, rope, frequencies, longest)
-    raise config.unfollowed(f"rope scaling {kind!r} is not supported; supported are default, linear and llama3")
+    raise config.unfollowed(
+        f"rope scaling {kind!r} is not supported; supported are default, dynamic, linear and llama3"
+    )
 
 
 def _llama3(config: ConfigReader, rope: dict[str, Any], frequencies: torch.Tensor, longest: int) -> torch.Tensor:

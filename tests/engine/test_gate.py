@@ -24,8 +24,7 @@ from tests.kernels.paged import distance, make_case, naive_attention
 
 Refused = tuple[str, str, dict[str, Any], str]
 
-ROTARY = {"rope_theta": 1e4, "factor": 2.0}
-LONG = ROTARY | {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 # Architecture, model type, further fields of config.json, and a part of the reason.
 BY_CONFIGURATION: list[Refused] = [
     ("T5ForConditionalGeneration", "t5", {}, "encoder-decoder"),
@@ -46,8 +45,7 @@ BY_CONFIGURATION: list[Refused] = [
     ("MptForCausalLM", "mpt", {}, "alibi"),
     ("FalconForCausalLM", "falcon", {"alibi": True}, "alibi"),
     ("Llama4ForCausalLM", "llama4_text", {}, "chunked_attention"),
-    ("Phi3ForCausalLM", "phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 4096}, "'longrope'"),
-    ("GemmaForCausalLM", "gemma", {"rope_parameters": ROTARY | {"rope_type": "dynamic"}}, "'dynamic'"),
+    ("GemmaForCausalLM", "gemma", {"rope_parameters": DYNAMIC}, "'dynamic'"),
     ("Gemma3ForConditionalGeneration", "gemma3", {}, "several parts"),
     ("LlavaForConditionalGeneration", "llava", {}, "several parts"),
     ("BertForMaskedLM", "bert", {}, "not those of the causal language model of its type, BertLMHeadModel"),
@@ -184,6 +182,13 @@ def test_max_model_len_is_the_models_or_less(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_model_len 129 is more than the model's 128 tokens"):
         make_runner(path, "cpu", max_model_len=129)
     assert make_runner(path, "cpu", max_model_len=40).spec.max_model_len == 40
+
+
+def test_longrope_is_served_as_far_as_its_frequencies_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    path = save_model(GENERIC["phi3-longrope"](), tmp_path)
+    assert make_runner(path, "cpu").spec.max_model_len == 80
+    with pytest.raises(ConfigError, match="max_model_len 81 is more than the model's 80 tokens"):
+        make_runner(path, "cpu", max_model_len=81)
 
 
 @pytest.mark.parametrize("form", ["k_major", "token_major"])

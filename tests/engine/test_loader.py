@@ -21,6 +21,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import BUNDLED_MODEL, read_folder, resolve_model
 from pagemill.engine.model_runner import ModelRunner
 from pagemill.engine.models.generic import GenericModel
+from tests.engine.tiny_decoders import tiny
 from tests.engine.tiny_gguf import write_gguf
 from tests.engine.tiny_models import CONFIGS, LLAMA3_ROPE, LONGEST, Driver, generated_by_transformers, save_model
 
@@ -163,10 +164,7 @@ def test_eos_ids_come_from_both_files(copy: Path) -> None:
         (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "cannot share 3 key/value heads"),
         (lambda f: edit_json(f / "config.json", hidden_act="no"), "hidden_act 'no' is not supported.*through transf"),
         (lambda f: edit_json(f / "config.json", rms_norm_eps="1e-5"), "rms_norm_eps must be a positive number"),
-        (
-            lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "dynamic", "factor": 4}),
-            "'dynamic' depends on the longest sequence of a batch",
-        ),
+        (lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "new"}), "'new' is not"),
         (lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear"}), "factor is missing"),
         (lambda f: edit_json(f / "config.json", vocab_size=321), r"embed_tokens.weight has shape \(320, 64\)"),
         (lambda f: edit_json(f / "config.json", intermediate_size=10**12), r"config.json says \(1000000000000, 64\)"),
@@ -311,7 +309,20 @@ def untied_gguf(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(llama, tmp_path_factory.mktemp("gguf") / "untied.gguf")
 
 
-@pytest.mark.parametrize("name", ["tiny_gguf", "untied_gguf"])
+@pytest.fixture(scope="module")
+def qwen2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_model(CONFIGS["qwen2"](), tmp_path_factory.mktemp("qwen2"))
+    return write_gguf(folder, tmp_path_factory.mktemp("gguf") / "qwen2.gguf")
+
+
+@pytest.fixture(scope="module")
+def qwen3_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # transformers takes every Qwen3 in a GGUF file for one with heads of 128.
+    folder = save_model(tiny("qwen3", head_dim=128), tmp_path_factory.mktemp("qwen3"))
+    return write_gguf(folder, tmp_path_factory.mktemp("gguf") / "qwen3.gguf")
+
+
+@pytest.mark.parametrize("name", ["tiny_gguf", "untied_gguf", "qwen2_gguf", "qwen3_gguf"])
 def test_converted_weights_are_those_of_transformers_bit_for_bit(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

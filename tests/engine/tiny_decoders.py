@@ -48,6 +48,16 @@ GENERIC: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_oss": lambda: tiny("gpt_oss", head_dim=16, sliding_window=8, num_local_experts=4),
     "phi": lambda: tiny("phi", partial_rotary_factor=0.5),
     "phi3": lambda: tiny("phi3", sliding_window=12),
+    "phi3-longrope": lambda: tiny(
+        "phi3",
+        original_max_position_embeddings=80,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0 + number / 8 for number in range(8)],
+            "long_factor": [3.0 + number for number in range(8)],
+        },
+    ),
     "stablelm": lambda: tiny("stablelm", hidden_size=80, use_qkv_bias=True, partial_rotary_factor=0.4),
     "olmo2": lambda: tiny("olmo2"),
     "cohere": lambda: tiny("cohere", logit_scale=0.25),

@@ -1,4 +1,4 @@
-"""A GGUF file of a tiny Llama, as llama.cpp's converter would write it."""
+"""A GGUF file of a tiny model, as llama.cpp's converter would write it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -37,9 +39,9 @@ def write_gguf(
     rope_freqs: np.ndarray[Any, Any] | None = None,
     fields: dict[str, int] | None = None,
 ) -> Path:
-    """Write the Llama saved in `folder` to `path`; `fields` are further metadata."""
+    """Write the Llama, Qwen2 or Qwen3 saved in `folder` to `path`; `fields` are further metadata."""
     config = AutoConfig.from_pretrained(folder)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -49,7 +51,12 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if config.model_type == "llama":
+        writer.add_rope_dimension_count(head_dim)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     for name, value in (fields or {}).items():
         writer.add_uint32(name, value)
@@ -60,7 +67,7 @@ def write_gguf(
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for index, (name, weights) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
         projection = name.split(".")[-2]
-        if projection in heads:
+        if projection in heads and config.model_type == "llama":
             weights = _permute(weights, heads[projection])
         kind = gguf.GGMLQuantizationType[_KINDS[index % len(_KINDS)] if quantised and weights.ndim > 1 else "F32"]
         writer.add_tensor(_gguf_name(name), gguf.quantize(weights, kind), raw_dtype=kind)

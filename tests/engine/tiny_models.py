@@ -105,6 +105,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-wide-heads-biased": lambda: _llama(head_dim=32, attention_bias=True, mlp_bias=True),
     "llama-one-kv-head": lambda: _llama(num_key_value_heads=1, rms_norm_eps=1e-5),
     "llama3-rope": lambda: _llama(rope_parameters=dict(LLAMA3_ROPE)),
+    "llama-dynamic-rope": lambda: _llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 5e3, "factor": 2.0}),
     "llama-linear-rope": lambda: _llama(rope_parameters={"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0}),
     "mistral-window": lambda: _mistral(sliding_window=8, head_dim=16),
     "mistral-no-window": lambda: _mistral(sliding_window=None, head_dim=24),
