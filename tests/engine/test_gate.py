@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.models import generic
+from pagemill.engine.models import NATIVE_ARCHITECTURES, generic
 from pagemill.engine.models.attention_interface import AttentionCall, PagedAttention
 from pagemill.engine.models.gathered_attention import gathered_attention
 from pagemill.kernels.layout import KVForm
@@ -225,3 +226,27 @@ def test_transformers_is_as_it_was(tmp_path: Path) -> None:
         assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
     finally:
         logging.set_verbosity_warning()
+
+
+def _table(heading: str) -> set[str]:
+    """The first column of the table under a heading of docs/models.md."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")]
+    return set(rows[2:])
+
+
+def test_the_page_on_models_says_what_is_tried_here() -> None:
+    classes = {name: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config().model_type] for name, config in GENERIC.items()}
+    assert _table("Native") == set(NATIVE_ARCHITECTURES)
+    assert _table("Through transformers") == set(classes.values())
+    by_trial = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config().model_type] for config, _ in BY_TRIAL.values()}
+    by_configuration = {architecture for architecture, model_type, fields, _ in BY_CONFIGURATION}
+    elsewhere = {
+        "BertForMaskedLM",
+        "GPT2LMHeadModel",
+        "GemmaForCausalLM",
+        "ViTForImageClassification",
+        "NewForCausalLM",
+    }
+    assert _table("The gate") == by_trial | by_configuration - elsewhere
