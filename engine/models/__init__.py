@@ -35,8 +35,16 @@ _log = structlog.get_logger(__name__)
 
 
 def _is_native(folder: ModelFolder) -> bool:
-    model_type, *_ = _NATIVE.get(folder.architecture, (None,))
-    return model_type is not None and folder.config.get("model_type", model_type) == model_type
+    """Whether a native model is for this folder; not where transformers knows its model type as another one."""
+    if folder.architecture not in _NATIVE:
+        return False
+    usual, *_ = _NATIVE[folder.architecture]
+    model_type = folder.config.get("model_type", usual)
+    if model_type == usual:
+        return True
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type not in CONFIG_MAPPING_NAMES
 
 
 def check_architecture(folder: ModelFolder) -> None:

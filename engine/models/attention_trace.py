@@ -83,7 +83,9 @@ def trace(config: Any) -> Trace:
 
     with torch.device("meta"):
         # bfloat16: the grouped products of mixtures of experts have no float32 on this device.
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=NAME, dtype=torch.bfloat16, trust_remote_code=False
+        ).eval()
     recorder = _Recorder()
     carry(model, recorder)
     decoders: list[tuple[str, Any]] = []

@@ -42,10 +42,10 @@ def sequences(vocab_size: int) -> list[list[int]]:
 
 
 def plain_logits(model: Any, vocab_size: int, device: str) -> torch.Tensor:
-    """float64 [57, vocab_size] of the sequences, one after the other, each alone through the whole model."""
+    """float32 [57, vocab_size] of the sequences, one after the other, each alone through the whole model."""
     rows = []
     for ids in sequences(vocab_size):
-        rows.append(model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].double().cpu())
+        rows.append(model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu())
     return torch.cat(rows)
 
 
@@ -78,7 +78,7 @@ def paged_logits(model: Model, layout: Callable[[int, int], KVLayout], device: s
     done = [0] * len(ids)
     for counts in _STEPS:
         logits = _step(model, kv, ids, done, counts, device)
-        for sequence, part in enumerate(torch.split(logits.double().cpu(), list(counts))):
+        for sequence, part in enumerate(torch.split(logits.cpu(), list(counts))):
             found[sequence].append(part)
             done[sequence] += counts[sequence]
     return torch.cat(list(itertools.chain.from_iterable(found)))

@@ -17,10 +17,11 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.models import NATIVE_ARCHITECTURES, generic
 from pagemill.engine.models.attention_interface import AttentionCall, PagedAttention
 from pagemill.engine.models.gathered_attention import gathered_attention
+from pagemill.engine.models.llama import LlamaModel
 from pagemill.kernels.layout import KVForm
 from tests.engine.test_models import make_runner
 from tests.engine.tiny_decoders import GENERIC, tiny
-from tests.engine.tiny_models import Driver, generated_by_transformers, save_model
+from tests.engine.tiny_models import CONFIGS, Driver, generated_by_transformers, save_model
 from tests.kernels.paged import distance, make_case, naive_attention
 
 Refused = tuple[str, str, dict[str, Any], str]
@@ -176,6 +177,37 @@ def test_a_checkpoint_that_does_not_fit_is_not_filled_up(
     _edit(path, change)
     with pytest.raises(ConfigError, match=message):
         make_runner(path, "cpu")
+
+
+def test_a_folder_in_other_forms(tmp_path: Path) -> None:
+    """PyTorch's own files, safetensors without metadata, and code beside a model that transformers has itself."""
+    saved = save_model(GENERIC["gemma"](), tmp_path / "saved")
+    prompt = [5, 9, 200, 31, 7]
+    [expected] = generated_by_transformers(saved, [prompt], 8)
+    weights = load_file(saved / "model.safetensors")
+    for form in ("pickled", "bare", "with code"):
+        folder = tmp_path / form
+        folder.mkdir()
+        config = json.loads((saved / "config.json").read_text())
+        if form == "with code":
+            config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+            (folder / "evil.py").write_text("raise SystemExit('code of a model must not run')")
+        (folder / "config.json").write_text(json.dumps(config))
+        if form == "pickled":
+            torch.save(weights, folder / "pytorch_model.bin")
+        else:
+            save_file(weights, folder / "model.safetensors")
+        assert Driver(make_runner(folder, "cpu")).generate(prompt, 8) == expected, form
+
+
+def test_an_architecture_under_a_name_of_its_maker_is_native(tmp_path: Path) -> None:
+    """Many models are Llamas under another model type; where transformers knows that type, it knows better."""
+    folder = save_model(CONFIGS["llama-gqa"](), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "Yi"}))
+    assert isinstance(make_runner(folder, "cpu")._model, LlamaModel)
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "internlm3", "qkv_bias": False}))
+    assert isinstance(make_runner(folder, "cpu")._model, generic.GenericModel)
 
 
 def test_max_model_len_is_the_models_or_less(tmp_path: Path) -> None:
