@@ -189,7 +189,8 @@ def call_all(ops: TritonOps, shape: ModelShape) -> None:
     logits = torch.zeros((2, shape.vocab))
     ops.edit_logits(logits, LogitEdits.one_of_each(shape.vocab))
     ops.logprobs(logits, torch.zeros(2, dtype=torch.int64), 5)
-    ops.sample(logits, SampleBatch.greedy(2))
+    batch = SampleBatch.greedy(2)
+    ops.sample(logits, dataclasses.replace(batch, temperature=batch.temperature + 1, top_k=batch.top_k + 5))
 
 
 def _read(compiled: Any, options: dict[str, Any], capability: int, name: str, seconds: float) -> CompiledKernel:

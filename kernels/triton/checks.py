@@ -269,7 +269,7 @@ def _copy_blocks(ops: Ops, device: str, pairs: Sequence[tuple[int, int]]) -> Out
 def _sample_mixed(ops: Ops, device: str) -> Outcome:
     """Rows with every mixture of filters and temperatures, ties, NaN, infinities, far positions and large seeds."""
     rng, generator = _random("sample")
-    rows, vocab = 36, 2200
+    rows, vocab = 24, 2200
     logits = torch.randn((rows, vocab), generator=generator) * 3
     logits[1] = torch.nan
     logits[2] = -torch.inf
@@ -278,6 +278,9 @@ def _sample_mixed(ops: Ops, device: str) -> Outcome:
     logits[5, 100:] = -torch.inf
     logits[6:10] = 1.0
     logits[10:16] = (logits[10:16] * 2).round() / 2
+    logits[16] = 0.0
+    logits[16, ::3] = -0.0
+    logits[17] *= 1e37
 
     def some(values: npt.NDArray[np.float64], off: float) -> npt.NDArray[np.float64]:
         return np.where(rng.random(rows) < 0.5, off, values)

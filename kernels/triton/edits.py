@@ -9,15 +9,14 @@ The order of launches is the order of the edits. Nothing depends on how many row
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from pagemill.kernels.ops import LogitEdits
+from pagemill.kernels.triton.transfer import upload
 
 _MASK_WORDS = 128  # of 32 tokens, to a program
 _LISTED = 512  # tokens, to a program
@@ -88,7 +87,7 @@ def penalise_logits_kernel(
 def edit_logits(launch: Callable[..., None], logits: torch.Tensor, edits: LogitEdits) -> None:
     """Apply edits that fit the logits. `launch` takes a kernel, its grid and its arguments."""
     vocab, stride = logits.shape[1], logits.stride(0)
-    mask_rows, ban_rows, ban_ids, bias_rows, bias_ids, bias, *penalties = _upload(
+    mask_rows, ban_rows, ban_ids, bias_rows, bias_ids, bias, *penalties = upload(
         logits.device,
         edits.mask_rows,
         edits.ban_rows,
@@ -107,7 +106,7 @@ def edit_logits(launch: Callable[..., None], logits: torch.Tensor, edits: LogitE
     words = edits.masks.shape[1]
     grid = (triton.cdiv(words, _MASK_WORDS), len(edits.mask_rows))
     if 0 not in grid:
-        (masks,) = _upload(logits.device, edits.masks)
+        (masks,) = upload(logits.device, edits.masks)
         launch(mask_logits_kernel, grid, logits, mask_rows, masks, vocab, words, stride, WORDS=_MASK_WORDS, num_warps=4)
     for rows, ids, ban in ((ban_rows, ban_ids, True), (bias_rows, bias_ids, False)):
         size = ids.shape[0]
@@ -120,18 +119,3 @@ def edit_logits(launch: Callable[..., None], logits: torch.Tensor, edits: LogitE
     longest = int(np.diff(edits.starts).max(initial=0))
     grid = (triton.cdiv(longest, _LISTED), len(edits.penalty_rows))
     launch(penalise_logits_kernel, grid, logits, *penalties, vocab, stride, BLOCK=_LISTED, num_warps=4)
-
-
-def _upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-    """Arrays of 32-bit elements, flat, in one transfer. Unsigned integers become signed ones."""
-    # What a kernel reads through a pointer that is a multiple of 16 bytes is read in fewer instructions.
-    starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-    words = np.zeros(starts[-1], np.int32)
-    for array, start in zip(arrays, starts, strict=False):
-        words[start : start + array.size] = np.ascontiguousarray(array).reshape(-1).view(np.int32)
-    on_device = torch.from_numpy(words).to(device, non_blocking=True)
-    pieces = [on_device[start : start + array.size] for array, start in zip(arrays, starts, strict=False)]
-    return [
-        piece.view(torch.float32) if array.dtype == np.float32 else piece
-        for piece, array in zip(pieces, arrays, strict=True)
-    ]

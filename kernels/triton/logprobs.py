@@ -24,7 +24,7 @@ LONGEST_LIST = 64
 _CHUNK = 2048
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks", "top"])
+@triton.jit(do_not_specialize=["chunks", "top"])
 def logprobs_chunk_kernel(
     largest, weight, above, best, logits, marks, vocab, chunks, top, logits_stride: tl.int64, CHUNK: tl.constexpr
 ):

@@ -284,7 +284,7 @@ class TritonOps:
         rows, vocab = logits.shape
         device = logits.device
         chunks = -(-vocab // (_SAMPLE_GROUPS * 4))
-        thresholds = logit_thresholds(logits, batch)
+        thresholds = logit_thresholds(self._launch, _rows(logits), batch)
         parameters = torch.from_numpy(sample_parameters(batch)).to(device, non_blocking=True)
         raw_best = torch.empty((rows, chunks), dtype=torch.float32, device=device)
         raw_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
@@ -298,7 +298,7 @@ class TritonOps:
             raw_id,
             noisy_best,
             noisy_id,
-            _rows(logits),
+            logits,
             thresholds,
             parameters,
             vocab,

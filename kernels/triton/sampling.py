@@ -56,7 +56,7 @@ def _candidate(logits, ids, vocab, temperature, threshold, words):
     return tl.where((values >= threshold) & (values > float("-inf")), noisy, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks"])
+@triton.jit(do_not_specialize=["chunks"])
 def sample_chunk_kernel(
     raw_best,
     raw_id,

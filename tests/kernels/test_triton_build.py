@@ -33,7 +33,7 @@ def test_kernels_compile_for_hopper_without_faults() -> None:
     kernels = [json.loads(line) for line in result.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == {
         "paged_attention", "merge_parts", "write_kv", "rotary", "rms_norm", "silu_and_mul", "copy_blocks",
-        "sample_chunk", "sample_row", "mask_logits", "shift_logits", "penalise_logits", "logprobs_chunk",
+        "sample_chunk", "sample_row", "mask_logits", "shift_logits", "penalise_logits", "logprobs_chunk", "threshold",
     }  # fmt: skip
     attention = [kernel for kernel in kernels if kernel["kernel"] == "paged_attention"]
     assert {kernel["matrix_unit"] for kernel in attention} == {"HMMA", "HGMMA"}

@@ -28,7 +28,10 @@ from pagemill.kernels.triton.ops import TritonOps, sample_parameters
 from pagemill.kernels.triton.sampling import philox_bits_kernel
 from tests.engine.tiny_models import CONFIGS, Driver, generated_by_transformers, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning"),
+]
 
 
 @pytest.fixture(scope="module")
