@@ -27,13 +27,16 @@ def make_scheduler(
     admission: Admission = "optimistic",
     preemption_mode: PreemptionMode = "auto",
     scheduling_policy: SchedulingPolicy = "fcfs",
+    forecasts_growth: bool = True,
     block_move_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """A scheduler with its pool, queue and forecast, under the settings' names.
 
-    `num_blocks` counts the null block. `sliding_window`: tokens that the model sees, 0: all. `block_move_s`: measured
-    seconds to move a block to the host, None: not known. `clock`: seconds.
+    `num_blocks` counts the null block. `sliding_window`: tokens that the model sees, 0: all. `forecasts_growth`:
+    whether optimistic admission keeps free what those who run are expected to grow by, or only 1 % of the pool (the
+    simulator's contrast). `block_move_s`: measured seconds to move a block to the host, None: not known. `clock`:
+    seconds.
     """
     cache = KVCacheManager(
         num_blocks,
@@ -43,6 +46,9 @@ def make_scheduler(
         num_host_blocks=num_host_blocks,
         sliding_window=sliding_window,
     )
+    forecast = GrowthForecast(
+        OutputLengths(), num_blocks=cache.num_usable, block_size=block_size, sliding_window=sliding_window
+    )
     return Scheduler(
         cache,
         max_num_seqs=max_num_seqs,
@@ -51,8 +57,6 @@ def make_scheduler(
         preemption_mode=preemption_mode,
         cost=PreemptionCost(block_s=block_move_s),
         queue=make_queue(scheduling_policy, clock),
-        forecast=GrowthForecast(
-            OutputLengths(), num_blocks=cache.num_usable, block_size=block_size, sliding_window=sliding_window
-        ),
+        forecast=forecast if forecasts_growth else None,
         clock=clock,
     )

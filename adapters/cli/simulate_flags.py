@@ -7,6 +7,8 @@ import argparse
 DEVICE_NAMES = ("h200", "a100", "cpu")
 POLICIES = ("fcfs", "priority", "fair")
 ADMISSIONS = ("optimistic", "reserve")
+FORECASTS = ("lengths", "none")
+TENANTS = ("all", "others")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SWEEPS = (
     "block_size",
@@ -17,6 +19,8 @@ SWEEPS = (
     "prefix_caching",
     "policy",
     "admission",
+    "forecast",
+    "tenants",
     "ttl_ms",
     "refuse_late",
     "max_waiting_requests",
@@ -42,6 +46,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _traffic(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     group.add_argument("--longest", type=int, metavar="N", help="only requests of at most N tokens, prompt and output")
+    group.add_argument(
+        "--from-s", type=float, default=0.0, metavar="S", help="leave out what came in the trace's first S seconds (0)"
+    )
+    group.add_argument(
+        "--tenants", choices=TENANTS, default="all", help="others: leave out the tenant that sends most (all)"
+    )
     group.add_argument(
         "--arrivals",
         choices=("trace", "backlog", "poisson", "sessions"),
@@ -85,6 +95,12 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--policy", choices=POLICIES, default="fcfs", help="who starts next, as of the engine (fcfs)")
     group.add_argument("--admission", choices=ADMISSIONS, default="optimistic", help="as of the engine (optimistic)")
+    group.add_argument(
+        "--forecast",
+        choices=FORECASTS,
+        default="lengths",
+        help="what optimistic admission keeps free: what those who run should grow by, or 1 %% of the pool (lengths)",
+    )
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="as of the engine (auto)")
     group.add_argument("--swap-tokens", type=int, metavar="N", help="host memory for swapping (the device's)")
     group.add_argument("--max-waiting-requests", type=int, metavar="N", help="refuse what would be more (no limit)")
@@ -113,7 +129,20 @@ def _output(group: argparse._ArgumentGroup) -> None:
         help="twins that reserve memory in one piece: `max` (--max-model-len, or the longest request), a number of "
         "tokens, `pow2` (next power of two of the final size), `exact`; or `none` (max,pow2,exact)",
     )
-    group.add_argument("--naive", action="store_true", help="and a naive paged twin, preempting the last admitted")
+    group.add_argument(
+        "--naive",
+        nargs="?",
+        const="whole",
+        choices=("whole", "chunks"),
+        help="and a naive paged twin, preempting the last admitted; it computes prompts whole, or in chunks as the "
+        "engine (whole)",
+    )
+    group.add_argument(
+        "--overload",
+        action="store_true",
+        help="instead of twins: measure the capacity, then offer 0.5, 1, 1.5 and 2 times that to the engine without a "
+        "forecast, with it, with reserve, and both with a deadline (--ttl-ms, or 30 s)",
+    )
     group.add_argument(
         "--sweep",
         action="append",

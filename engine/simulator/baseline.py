@@ -41,6 +41,8 @@ class _Sequence:
     generated: int = 0
     computed: int = 0
     lost: int = 0
+    preempted_at: float | None = None
+    preempted_s: float | None = None
     slots: int = 0
     released: bool = False
     started: float | None = None
@@ -146,6 +148,8 @@ class _Baseline:
             victim.lost, victim.computed, victim.slots = victim.computed, 0, 0
             self._waiting.appendleft(victim)
             self._recorder.preemptions += 1
+            if victim.preempted_at is None:
+                victim.preempted_at = self._now
             self._has_preempted = True
             if victim is sequence:
                 return False
@@ -174,6 +178,9 @@ class _Baseline:
         recorder.tokens([sequence.index for sequence in sampling], end)
         for sequence in sampling:
             sequence.generated += 1
+            if sequence.preempted_at is not None:
+                sequence.preempted_s = (sequence.preempted_s or 0.0) + end - sequence.preempted_at
+                sequence.preempted_at = None
             recorder.held_life += sequence.computed
             recorder.allocated_life += sequence.slots
             if sequence.first_token is None:
@@ -239,6 +246,8 @@ class _Baseline:
         self._running.remove(sequence)
         if not sequence.released:
             self._release(sequence)
+        if sequence.preempted_s is not None:
+            recorder.preempted(sequence.preempted_s)
         assert sequence.started is not None
         recorder.end(sequence.index, sequence.arrived, sequence.started, sequence.first_token, self._now)
         self._feed.ended(sequence.index, self._now)

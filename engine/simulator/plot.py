@@ -11,6 +11,8 @@ from pagemill.engine.simulator.result import Result
 
 FORMATS = (".png", ".svg")
 
+Measures = Sequence[tuple[str, Callable[[Result], float | None]]]
+
 
 def check_plot(path: Path) -> None:
     """Raise `ConfigError`, before hours of simulation, where a plot could not be drawn to this path."""
@@ -38,7 +40,7 @@ def plot_run(results: Sequence[Result], path: Path) -> None:
     _finish(figure, panels, "time, s", results[0].trace, path)
 
 
-_SWEPT: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
+_SWEPT: Measures = (
     ("running while others wait", lambda r: r.running_backlogged),
     ("output tokens / s", lambda r: r.output_tokens_per_s),
     ("between tokens, p99 ms", lambda r: r.latency.between_tokens.p99 if r.latency.between_tokens else None),
@@ -49,6 +51,25 @@ _SWEPT: tuple[tuple[str, Callable[[Result], float | None]], ...] = (
     ("waste over the life, %", lambda r: r.waste_life_percent),
     ("prefix hits, % of prompt tokens", lambda r: r.prefix_hit_percent),
 )
+
+
+_OVERLOAD: Measures = (
+    ("between tokens, p99 ms", lambda r: r.latency.between_tokens.p99 if r.latency.between_tokens else None),
+    ("a request's longest gap, p99 ms", lambda r: r.latency.longest_gap.p99 if r.latency.longest_gap else None),
+    ("time lost to preemption, s", lambda r: r.preempted_s),
+    ("first token, p99 s", lambda r: r.latency.ttft.p99 / 1000 if r.latency.ttft else None),
+    ("refused or failed, % of requests", lambda r: 100 * (1 - r.finished / max(1, r.requests))),
+    ("output tokens / s", lambda r: r.output_tokens_per_s),
+)
+
+
+def plot_overload(cases: Sequence[tuple[dict[str, str], Result]], path: Path) -> None:
+    """Offered load along x, a line for each mode."""
+    ticks = list(dict.fromkeys(values["load"] for values, _ in cases))
+    lines: dict[str, dict[int, Result]] = {}
+    for values, result in cases:
+        lines.setdefault(values["mode"], {})[ticks.index(values["load"])] = result
+    _plot_lines(lines, _OVERLOAD, ticks, "offered load, capacities", cases[0][1].trace, path)
 
 
 def plot_sweep(cases: Sequence[tuple[dict[str, str], Sequence[Result]]], path: Path) -> None:
@@ -63,20 +84,26 @@ def plot_sweep(cases: Sequence[tuple[dict[str, str], Sequence[Result]]], path: P
             # A twin knows none of the engine's settings, so its first line stands for all.
             label = (others or result.system) if place == 0 else result.system
             lines.setdefault(label, {}).setdefault(ticks.index(values[name]), result)
+    _plot_lines(lines, _SWEPT, ticks, name, cases[0][1][0].trace, path)
+
+
+def _plot_lines(
+    lines: dict[str, dict[int, Result]], measures: Measures, ticks: list[str], along: str, title: str, path: Path
+) -> None:
     shown = [
-        (title, measure)
-        for title, measure in _SWEPT
+        (measured, measure)
+        for measured, measure in measures
         if any(measure(result) for points in lines.values() for result in points.values())
     ]
     figure, panels = _figure(len(shown))
-    for panel, (title, measure) in zip(panels, shown, strict=True):
-        panel.set_ylabel(title)
+    for panel, (measured, measure) in zip(panels, shown, strict=True):
+        panel.set_ylabel(measured)
         panel.set_xticks(range(len(ticks)), ticks)
         for label, points in lines.items():
             known = [(x, y) for x, result in points.items() if (y := measure(result)) is not None]
             panel.plot([x for x, _ in known], [y for _, y in known], "o-", label=label, linewidth=1.2, markersize=3.5)
         panel.set_ylim(bottom=0)
-    _finish(figure, panels, name, cases[0][1][0].trace, path)
+    _finish(figure, panels, along, title, path)
 
 
 def _figure(count: int) -> tuple[Any, list[Any]]:

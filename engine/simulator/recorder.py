@@ -30,6 +30,8 @@ class Recorder:
         self._last_token: dict[int, float] = {}
         self._gaps: list[float] = []
         self._gap_counts: list[int] = []
+        self._longest_gap = [0.0] * len(trace.requests)
+        self._longest_gaps: list[float] = []
         self._step_end = 0.0
         self._queue: list[float] = []
         self._ttft: list[float] = []
@@ -38,12 +40,15 @@ class Recorder:
         self._total: list[float] = []
         self._refused: Counter[str] = Counter()
         self._refusal: list[float] = []
+        self._refusal_wall: list[float] = []
         self._failed: Counter[str] = Counter()
         self.held_life = self.allocated_life = 0
         self.held_end = self.allocated_end = 0
         self.output_tokens = self.computed_tokens = 0
         self.finished = self.cut_short = 0
         self.preemptions = self.swap_preemptions = self.swapped_blocks = self.recomputed_tokens = 0
+        self.preempted_requests = 0
+        self.preempted_s = 0.0
         self.queried_tokens = self.hit_tokens = 0
 
     def step(self, start: float, end: float, running: int, waiting: int, held_tokens: int) -> None:
@@ -52,17 +57,22 @@ class Recorder:
 
     def tokens(self, indices: list[int], now: float) -> None:
         """These requests got a token each, at `now`."""
-        last = self._last_token
+        last, longest = self._last_token, self._longest_gap
         before = self._step_end
         steady = 0
         for index in indices:
             earlier = last.get(index)
+            last[index] = now
+            if earlier is None:
+                continue
+            gap = now - earlier
+            if gap > longest[index]:
+                longest[index] = gap
             if earlier == before:
                 steady += 1
-            elif earlier is not None:
-                self._gaps.append(now - earlier)
+            else:
+                self._gaps.append(gap)
                 self._gap_counts.append(1)
-            last[index] = now
         if steady:
             self._gaps.append(now - before)
             self._gap_counts.append(steady)
@@ -71,7 +81,8 @@ class Recorder:
 
     def end(self, index: int, arrived: float, started: float, first_token: float | None, now: float) -> None:
         """A request ended with its answer."""
-        self._last_token.pop(index, None)
+        if self._last_token.pop(index, None) is not None and self._longest_gap[index]:
+            self._longest_gaps.append(self._longest_gap[index])
         self.finished += 1
         self._ended.append(index)
         self._queue.append(started - arrived)
@@ -80,15 +91,24 @@ class Recorder:
             self._ttft_of.append(index)
         self._total.append(now - arrived)
 
-    def refuse(self, code: str, arrived: float, now: float) -> None:
-        """A request was turned away when it came."""
+    def refuse(self, code: str, arrived: float, now: float, wall_s: float | None = None) -> None:
+        """A request was turned away when it came. `wall_s`: what it took to decide that on this machine."""
         self._refused[code] += 1
         self._refusal.append(now - arrived)
+        if wall_s is not None:
+            self._refusal_wall.append(wall_s)
 
-    def fail(self, index: int, code: str) -> None:
+    def fail(self, index: int, code: str, now: float) -> None:
         """A request was accepted and ended without its answer."""
-        self._last_token.pop(index, None)
+        last = self._last_token.pop(index, None)
+        if last is not None:
+            self._longest_gaps.append(max(self._longest_gap[index], now - last))
         self._failed[code] += 1
+
+    def preempted(self, lost_s: float) -> None:
+        """A request that ends had been preempted, and lost so much time by it."""
+        self.preempted_requests += 1
+        self.preempted_s += lost_s
 
     def result(self) -> Result:
         steps = np.array(self._steps, dtype=np.float64).reshape(-1, 5)
@@ -124,6 +144,8 @@ class Recorder:
             swap_preemptions=self.swap_preemptions,
             swapped_blocks=self.swapped_blocks,
             preemptions_per_1000=1000 * self.preemptions / finished,
+            preempted_requests=self.preempted_requests,
+            preempted_s=self.preempted_s,
             recomputed_tokens=self.recomputed_tokens,
             prefix_queried_tokens=self.queried_tokens,
             prefix_hit_tokens=self.hit_tokens,
@@ -133,9 +155,11 @@ class Recorder:
                 queue=_ms(self._queue),
                 ttft=_ms(self._ttft),
                 between_tokens=Quantiles.of(np.array(self._gaps) * 1000, self._gap_counts),
+                longest_gap=_ms(self._longest_gaps),
                 total=_ms(self._total),
             ),
             groups=self._groups(),
+            refusal_wall_us=Quantiles.of(np.array(self._refusal_wall) * 1e6),
             wall_s=time.perf_counter() - self._begun,
             time_line=_time_line(start, seconds, running, waiting, held / self._pool_tokens, duration)
             if busy
@@ -147,9 +171,9 @@ class Recorder:
         requests = self._trace.requests
         names = [f"priority {request.priority}" for request in requests]
         if len(set(names)) < 2:
-            sent = Counter(request.tenant for request in requests)
-            heaviest = sent.most_common(1)[0][0]
-            others = "1 other" if len(sent) == 2 else f"{len(sent) - 1} others"
+            heaviest = self._trace.heaviest_tenant
+            count = len({request.tenant for request in requests}) - 1
+            others = "1 other" if count == 1 else f"{count} others"
             names = [heaviest if request.tenant == heaviest else others for request in requests]
         sizes = Counter(names)
         if len(sizes) < 2:

@@ -38,11 +38,13 @@ class Quantiles:
 @dataclass(frozen=True, slots=True)
 class Latency:
     """From a request's arrival: to its start (queue), its first token (ttft), its last (total). `between_tokens`: gaps
-    between tokens that follow each other, over all requests. ms."""
+    between tokens that follow each other, over all requests. `longest_gap`: the longest of them of each request that
+    has one, over those requests; of one that failed the time since its last token counts too. ms."""
 
     queue: Quantiles | None
     ttft: Quantiles | None
     between_tokens: Quantiles | None
+    longest_gap: Quantiles | None
     total: Quantiles | None
 
 
@@ -79,6 +81,9 @@ class Result:
     the memory holds. used_percent: share of the pool that holds tokens, over the same steps (over all of them where
     nobody ever waited). waste_life_percent: empty share of allocated slots, over every step of every request that
     brought a token; waste_end_percent: the same, only each request's last step.
+    preempted_requests: how many were preempted at all. preempted_s: time from losing the blocks to the next token, over
+    all preemptions. refusal_ms: from arrival to refusal on the virtual clock; refusal_wall_us: what the code that
+    refuses took on this machine.
     """
 
     system: str
@@ -106,6 +111,8 @@ class Result:
     swap_preemptions: int
     swapped_blocks: int
     preemptions_per_1000: float
+    preempted_requests: int
+    preempted_s: float
     recomputed_tokens: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
@@ -113,6 +120,7 @@ class Result:
     refusal_ms: Quantiles | None
     latency: Latency
     groups: tuple[GroupLatency, ...] = ()
+    refusal_wall_us: Quantiles | None = None
     wall_s: float = 0.0
     time_line: TimeLine | None = field(default=None, repr=False)
 

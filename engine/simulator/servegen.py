@@ -22,8 +22,11 @@ DEFAULT_REQUESTS = 20_000
 Drawn = tuple[float, str, int, int]  # arrival s, client, prompt tokens, output tokens
 
 
-def sample_clients(clients: list[dict[str, Any]], model: str | None, limit: int | None, seed: int) -> list[Drawn]:
-    """The first `limit` requests (20,000) of all clients of a model, by arrival."""
+def sample_clients(
+    clients: list[dict[str, Any]], model: str | None, limit: int | None, seed: int, from_s: float = 0.0
+) -> list[Drawn]:
+    """The first `limit` requests (20,000) of all clients of a model, by arrival. `from_s`: leave out those of the first
+    so many seconds. A request is the same whatever the limit and the start."""
     models = list(dict.fromkeys(str(client["model"]) for client in clients))
     chosen = models[0] if model is None else model
     if chosen not in models:
@@ -31,14 +34,17 @@ def sample_clients(clients: list[dict[str, Any]], model: str | None, limit: int 
     mine = [client for client in clients if client["model"] == chosen]
     windows = sorted({float(window[0]) for client in mine for window in client["arrivals"]})
     wanted = limit or DEFAULT_REQUESTS
+    begin = windows[0] + from_s
     drawn: list[Drawn] = []
     for start in windows:
+        if start + WINDOW_S <= begin:
+            continue
         if len(drawn) >= wanted:
             break
         for client in mine:
             for window in client["arrivals"]:
                 if float(window[0]) == start:
-                    drawn += _window(client, window, seed)
+                    drawn += (request for request in _window(client, window, seed) if request[0] >= begin)
     drawn.sort()
     return drawn[:wanted]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pagemill.engine.config import Admission, PreemptionMode, SchedulingPolicy
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.simulator.device import Device
 
+Forecast = Literal["lengths", "none"]
 Progress = Callable[[int, int], None]  # requests ended, requests in all
 
 
@@ -19,6 +20,8 @@ class Setup:
 
     max_tokens: what requests ask for, which admission and preemption plan with; a recorded output that is longer asks
     for its own length. None: every request asks for exactly what it will get. max_model_len: None for no limit.
+    forecast: lengths, where optimistic admission keeps free what those who run are expected to grow by, as the engine
+    does; none, where it keeps 1 % free and no deadline can be forecast.
     swap_tokens: host memory for the blocks of preempted requests; None: the device's. ttl_s: who has not ended so long
     after its arrival is aborted, as the queue's worker does; None: nobody. refuse_late: with a ttl, whoever could not
     start by then is refused on arrival. max_waiting_...: whoever would be more than that is refused on arrival.
@@ -34,6 +37,7 @@ class Setup:
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
     admission: Admission = "optimistic"
+    forecast: Forecast = "lengths"
     preemption_mode: PreemptionMode = "auto"
     swap_tokens: int | None = None
     ttl_s: float | None = None
@@ -91,6 +95,7 @@ class Setup:
             "prefix_caching": self.enable_prefix_caching,
             "scheduling_policy": self.scheduling_policy,
             "admission": self.admission,
+            "forecast": self.forecast,
             "preemption_mode": self.preemption_mode,
             "num_host_blocks": self.num_host_blocks,
             "ttl_s": self.ttl_s,

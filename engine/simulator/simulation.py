@@ -8,6 +8,7 @@ that arrive meanwhile, move the clock on, and hand out the tokens that the trace
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import cast
@@ -18,6 +19,7 @@ from pagemill.engine.core import EngineCore
 from pagemill.engine.errors import RequestError
 from pagemill.engine.forecast import Outlook
 from pagemill.engine.outputs import SequenceOutput
+from pagemill.engine.policy import make_queue
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import Sampled, SchedulerOutput, StepResult
@@ -40,12 +42,13 @@ def simulate(trace: Trace, setup: Setup, arrivals: Arrivals, progress: Progress 
 
 @dataclass(slots=True)
 class _Live:
-    """A request in the engine: its place in the trace, the tokens it will get, and when it came."""
+    """A request in the engine: its place in the trace, the tokens it will get, when it came, and whether it has not
+    started."""
 
     index: int
     output: range | list[int]
     arrived: float
-    prompt_tokens: int
+    request: Request
     waits: bool = True
 
 
@@ -74,10 +77,12 @@ class Simulation:
             preemption_mode=setup.preemption_mode,
             scheduling_policy=setup.scheduling_policy,
             block_move_s=self._timing.move * setup.block_size,
+            forecasts_growth=setup.forecast == "lengths",
             clock=self._clock,
         )
         self._cache = self._scheduler.cache
         self._acceptance = Acceptance(QueueCaps(setup.max_waiting_requests, setup.max_waiting_prompt_tokens))
+        self._waiting = make_queue(setup.scheduling_policy, self._clock)  # as the asynchronous engine's, for forecasts
         self._outlook: Outlook | None = None
         self._outlook_at = 0.0
         self._limits = Limits(
@@ -108,7 +113,7 @@ class Simulation:
                 assert coming is not None, "the scheduler stands still with requests waiting"
                 self.now = max(self.now, coming)
             self._fold(outputs)
-            if self.now >= self._outlook_at:
+            if self._outlook is None or self.now >= self._outlook_at:
                 self._outlook, self._outlook_at = self._scheduler.outlook(), self.now + OUTLOOK_S
             if progress is not None:
                 progress(self._recorder.finished, len(self._trace.requests))
@@ -181,9 +186,9 @@ class Simulation:
             arrival = self._feed.take(until)
             if arrival is None:
                 return
-            time, index = arrival
-            self.now = max(self.now, time)
-            self._submit(index, time)
+            arrived, index = arrival
+            self.now = max(self.now, arrived)
+            self._submit(index, arrived)
 
     def _expire(self, name: str) -> None:
         if name in self._live:
@@ -198,6 +203,7 @@ class Simulation:
         wanted = self._setup.max_tokens
         asked = recorded.output_tokens if wanted is None else max(wanted, recorded.output_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=asked)
+        begun = time.perf_counter()
         try:
             request = Request(
                 request_id=name,
@@ -209,16 +215,19 @@ class Simulation:
                 priority=recorded.priority,
             )
             check_request(request, self._limits)
+            request.arrived_at = self.now
             self._acceptance.accept(
                 recorded.prompt_tokens,
                 outlook=self._outlook,
+                ahead=self._waiting.ahead_of(request) if self._outlook is not None else None,
                 time_left_s=self._setup.ttl_s if self._setup.refuse_late else None,
             )
         except RequestError as error:
-            self._recorder.refuse(error.code, arrived, self.now)
+            self._recorder.refuse(error.code, arrived, self.now, time.perf_counter() - begun)
             self._feed.ended(index, self.now)
             return
-        self._live[name] = _Live(index, _tokens(recorded.output), arrived, recorded.prompt_tokens)
+        self._live[name] = _Live(index, _tokens(recorded.output), arrived, request)
+        self._waiting.add(request)
         self._early += self.core.add(request)
         if self._setup.ttl_s is not None:
             self._deadlines.append((arrived + self._setup.ttl_s, name))
@@ -236,7 +245,8 @@ class Simulation:
                 started = live[output.request_id]
                 if started.waits:
                     started.waits = False
-                    self._acceptance.leave(started.prompt_tokens)
+                    self._acceptance.leave(len(started.request.prompt_token_ids))
+                    self._waiting.remove(started.request)
             if output.final:
                 self._end(output)
 
@@ -244,9 +254,11 @@ class Simulation:
         ended = self._live.pop(output.request_id)
         metrics = output.metrics
         assert metrics is not None
+        if metrics.preemptions:
+            self._recorder.preempted(metrics.preempted_ms / 1000)
         if output.finish_reason == "error":
             assert output.error is not None
-            self._recorder.fail(ended.index, output.error.code)
+            self._recorder.fail(ended.index, output.error.code, ended.arrived + metrics.total_ms / 1000)
         else:
             first = None if metrics.ttft_ms is None else ended.arrived + metrics.ttft_ms / 1000
             self._recorder.cut_short += output.finish_reason == "length"

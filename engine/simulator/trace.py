@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,21 @@ class Trace:
         if longest is not None:
             requests = ((i, r) for i, r in requests if r.prompt_tokens + r.output_tokens <= longest)
         return self._with([pair for pair, _ in zip(requests, range(limit or len(self.requests)), strict=False)])
+
+    def later(self, than_s: float) -> Trace:
+        """The requests that came so many seconds after the first or later, the first of them at 0 s."""
+        kept = [(i, r) for i, r in enumerate(self.requests) if r.arrival_s is not None and r.arrival_s >= than_s]
+        start = kept[0][1].arrival_s or 0.0 if kept else 0.0
+        return self._with(kept)._changed(lambda r: dataclasses.replace(r, arrival_s=(r.arrival_s or 0.0) - start))
+
+    @property
+    def heaviest_tenant(self) -> str:
+        """Who sent most requests."""
+        return Counter(request.tenant for request in self.requests).most_common(1)[0][0]
+
+    def without(self, tenant: str) -> Trace:
+        """The requests of all other tenants, at the same times."""
+        return self._with([(i, r) for i, r in enumerate(self.requests) if r.tenant != tenant])
 
     def independent(self) -> Trace:
         """The same calls, with nobody waiting for an earlier call of the session."""

@@ -53,13 +53,19 @@ class _Ids:
 
 
 def read_trace(
-    path: Path, *, turns: Turns = "first", limit: int | None = None, clients: str | None = None, seed: int = 0
+    path: Path,
+    *,
+    turns: Turns = "first",
+    limit: int | None = None,
+    clients: str | None = None,
+    seed: int = 0,
+    from_s: float = 0.0,
 ) -> Trace:
     """Read a trace file. Raises `ConfigError`, naming the line, on what is not a trace.
 
     turns: of conversations, the first turn of each, or all as one session. clients: model whose ServeGen clients to
     sample (default: the first in the file), `limit` requests with `seed`. limit is a hint for formats that generate;
-    other files are read whole.
+    other files are read whole. from_s: leave out what came in the first so many seconds of the trace.
     """
     try:
         with _open(path) as file:
@@ -68,17 +74,24 @@ def read_trace(
             if first is None:
                 raise ConfigError(f"trace {path} is empty")
             rows = itertools.chain([first], rows)
-            read, name = _choose(path, first[1], turns, limit, clients, seed)
+            read, name = _choose(path, first[1], turns, limit, clients, seed, from_s)
             counted = _Counted(rows)
             requests = _guarded(path, read, counted)
     except OSError as error:
         raise ConfigError(f"cannot read trace {path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, EOFError, zlib.error) as error:
         raise ConfigError(f"trace {path} is not text: {error}") from error
-    if not requests:
+    if not requests and not from_s:
         raise ConfigError(f"trace {path} holds no request")
     dropped = counted.count - len(requests) if name != "conversations" and name != "clients" else 0
-    return Trace(_stem(path), tuple(requests), dropped)
+    trace = Trace(_stem(path), tuple(requests), dropped)
+    if from_s and name != "clients":
+        if not trace.has_times:
+            raise ConfigError(f"trace {trace.name} has no times, so nothing in it comes after {from_s:g} s")
+        trace = trace.later(from_s)
+    if not trace.requests:
+        raise ConfigError(f"no request of {path} comes after {from_s:g} s")
+    return trace
 
 
 class _Counted:
@@ -138,7 +151,7 @@ def _ragged(path: Path, number: int) -> Any:
 
 
 def _choose(
-    path: Path, row: Any, turns: Turns, limit: int | None, clients: str | None, seed: int
+    path: Path, row: Any, turns: Turns, limit: int | None, clients: str | None, seed: int, from_s: float
 ) -> tuple[_Reader, str]:
     names = set(row) if isinstance(row, dict) else set()
     if {"arrival_ms", "prompt_tokens", "output_tokens"} <= names:
@@ -154,7 +167,7 @@ def _choose(
     if "turns" in names:
         return _first_turns if turns == "first" else _all_turns, "conversations"
     if {"arrivals", "input_tokens", "output_tokens"} <= names:
-        return lambda rows: _clients(rows, limit, clients, seed), "clients"
+        return lambda rows: _clients(rows, limit, clients, seed, from_s), "clients"
     raise ConfigError(f"{path} is none of the traces that can be read (columns or fields: {', '.join(sorted(names))})")
 
 
@@ -257,10 +270,12 @@ def _all_turns(rows: Iterable[tuple[int, Any]]) -> list[TraceRequest]:
     return requests
 
 
-def _clients(rows: Iterable[tuple[int, Any]], limit: int | None, model: str | None, seed: int) -> list[TraceRequest]:
+def _clients(
+    rows: Iterable[tuple[int, Any]], limit: int | None, model: str | None, seed: int, from_s: float
+) -> list[TraceRequest]:
     ids = _Ids()
     requests = []
-    for time, client, prompt, output in sample_clients([row for _, row in rows], model, limit, seed):
+    for time, client, prompt, output in sample_clients([row for _, row in rows], model, limit, seed, from_s):
         first = ids.take(prompt + output)
         requests.append(_request([(first, prompt)], [(first + prompt, output)], time, tenant=client))
     return _from_zero(requests)

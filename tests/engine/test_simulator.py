@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from pagemill.engine.simulator.device import Device, StepLoad, TimingModel
 from pagemill.engine.simulator.result import Quantiles, Result
 from pagemill.engine.simulator.setup import Setup
 from pagemill.engine.simulator.simulation import Simulation, simulate
+from pagemill.engine.simulator.tokens import Run, TokenRuns
 from pagemill.engine.simulator.trace import Trace, TraceRequest
 
 FIXED, PREFILL, DECODE, KV, PAIR, MOVE = 10e-3, 1e-3, 2e-3, 1e-6, 1e-7, 1e-5
@@ -114,6 +116,56 @@ def test_a_gap_between_tokens_counts_once_for_each_request() -> None:
     assert gaps.mean == pytest.approx(1000 * (3 * first + both) / 99)
 
 
+def test_the_longest_gap_of_each_request() -> None:
+    # The second prompt is computed while the first request decodes; the third request has no gap at all.
+    result = simulate(trace_of((8, 30), (100, 3), (8, 1), times=[0.0, 0.05, 10.0]), setup(), TRACE)
+    longest = result.latency.longest_gap
+    assert longest is not None
+    beside = FIXED + DECODE + 100 * PREFILL + 5050 * PAIR
+    assert 1000 * beside < longest.max < 1000 * beside + 1
+    assert longest.mean == pytest.approx((longest.max + 1000 * (FIXED + 2 * DECODE)) / 2, rel=0.01)
+
+
+def test_a_request_that_fails_was_silent_until_then() -> None:
+    # Of 7 blocks each has 3 when both need a fourth; whoever gives way then waits until its time is over.
+    trace = trace_of((40, 57), (40, 57))
+    result = simulate(trace, setup(pool_tokens=112, ttl_s=0.6, max_tokens=None, forecast="none"), BACKLOG)
+    assert result.failed == {"deadline_exceeded": 2} and result.preempted_requests == 1
+    longest = result.latency.longest_gap
+    assert longest is not None and 350 < longest.max < 500
+    assert result.preempted_s == pytest.approx(longest.max / 1000, abs=0.001)
+
+
+def test_a_preemption_by_hand() -> None:
+    # Two of 40 + 57 tokens in 7 blocks of 16. Prompts in one step; 8 decodes of both fill 3 blocks each. The first
+    # takes the last block and decodes on alone, 48 times more. The second, out of the pool at 48 computed tokens, needs
+    # 4 blocks to come back, so it waits until the first has ended. Then its 49 tokens are computed; 47 decodes follow.
+    seconds = DEVICE.timing.seconds
+    prompts = StepLoad(prefill_tokens=80, kv_tokens=80, pairs=2 * 820)
+    both = [StepLoad(decodes=2, kv_tokens=2 * context) for context in range(41, 49)]
+    alone = [StepLoad(decodes=1, kv_tokens=context) for context in range(49, 97)]
+    again = StepLoad()
+    again.add_prefill(0, 49)
+    rest = alone[1:]
+    parts = [[prompts], both, alone, [again], rest]
+    took = [sum(map(seconds, part)) for part in parts]
+    plain = setup(pool_tokens=112, max_tokens=None, forecast="none", enable_prefix_caching=False)
+    result = simulate(trace_of((40, 57), (40, 57)), plain, BACKLOG)
+    assert result.duration_s == pytest.approx(sum(took))
+    assert result.steps == 1 + 8 + 48 + 1 + 47
+    assert (result.preemptions, result.preempted_requests, result.recomputed_tokens) == (1, 1, 48)
+    assert result.preempted_s == pytest.approx(took[2] + took[3])
+    total, longest, first = result.latency.total, result.latency.longest_gap, result.latency.ttft
+    assert total is not None and longest is not None and first is not None
+    assert first.max == pytest.approx(1000 * took[0])
+    assert longest.max == pytest.approx(1000 * result.preempted_s)
+    assert total.mean == pytest.approx(1000 * (sum(took[:3]) + sum(took)) / 2)
+    assert result.computed_tokens == 2 * 96 + 48
+    contexts = [40, 40, *range(41, 49), *range(41, 49), *range(49, 97), *range(49, 97)]
+    allocated = sum(-(-context // 16) * 16 for context in contexts)
+    assert result.waste_life_percent == pytest.approx(100 * (1 - sum(contexts) / allocated))
+
+
 def test_sessions_wait_for_their_answers() -> None:
     calls = trace_of((10, 4), (20, 4), (10, 4), (20, 4)).requests
     linked = Trace(
@@ -186,6 +238,48 @@ def test_shared_prefixes_are_found() -> None:
     assert simulate(answered, setup(), one_by_one).prefix_hit_tokens == 80  # 80 of 81 have keys: 5 full blocks
 
 
+def hits_of_a_plain_cache(calls: Iterable[TraceRequest], blocks: int, size: int) -> int:
+    """Prompt tokens found by one call after the other in a pool of `blocks` that forgets what was let go longest ago,
+    of one call the last block first. The blocks of the call that runs are in it."""
+    kept: dict[int, None] = {}  # last token of each full block, which is all before it too; oldest first
+    hits = 0
+    for call in calls:
+        tokens = [*TokenRuns(call.prompt), *TokenRuns(call.output)]
+        needed = len(tokens) - 1
+        names = tokens[size - 1 : needed : size]
+        found = 0
+        while found < (call.prompt_tokens - 1) // size and names[found] in kept:
+            found += 1
+        hits += found * size
+        for name in names:
+            kept.pop(name, None)
+        while len(kept) > blocks - -(-needed // size):
+            del kept[next(iter(kept))]
+        kept |= dict.fromkeys(reversed(names))
+    return hits
+
+
+@pytest.mark.parametrize("blocks", [60, 90, 130, 1000])
+def test_hits_are_those_of_a_plain_cache(blocks: int) -> None:
+    draw = random.Random(blocks)
+    calls: list[TraceRequest] = []
+    last: dict[int, int] = {}
+    first = 1000
+    for index in range(150):
+        # Six sessions take turns: a common beginning of 40 tokens, then each goes on from its own last answer.
+        session = index % 6
+        before = last.get(session)
+        said: tuple[Run, ...] = ((1, 40),)
+        if before is not None and calls[before].prompt_tokens < 450:
+            said = calls[before].prompt + calls[before].output
+        prompt, output = (*said, (first, draw.randint(5, 60))), (first + 100, draw.randint(2, 40))
+        last[session] = len(calls)
+        calls.append(TraceRequest(prompt, (output,), sum(count for _, count in prompt), output[1], float(index)))
+        first += 200
+    result = simulate(Trace("turns", tuple(calls)), setup(pool_tokens=blocks * 16, max_num_seqs=1), BACKLOG)
+    assert result.prefix_hit_tokens == hits_of_a_plain_cache(calls, blocks, 16)
+
+
 def test_what_can_never_run_is_refused_by_name() -> None:
     trace = trace_of((50, 5), (500, 5), (10, 90), (99, 30), (100, 1))
     result = simulate(trace, setup(pool_tokens=256, max_model_len=100, max_tokens=None), BACKLOG)
@@ -212,6 +306,20 @@ def test_swapped_requests_come_back_without_computing_again() -> None:
     assert longer.duration_s - result.duration_s == pytest.approx(2 * result.swapped_blocks * 16 * MOVE)
     slow = Device("slow", TimingModel(FIXED, PREFILL, DECODE, KV, PAIR, 1.0), 4096, 100_000, 64, 256)
     assert simulate(trace, setup(device=slow, pool_tokens=1600, max_tokens=None), BACKLOG).swap_preemptions == 0
+
+
+def test_without_a_forecast_the_pool_is_filled_until_somebody_must_give_way() -> None:
+    trace = drawn(120, prompts=40, outputs=300)
+    small = setup(pool_tokens=4096)
+    plain = simulate(trace, dataclasses.replace(small, forecast="none"), BACKLOG)
+    careful = simulate(trace, small, BACKLOG)
+    naive = simulate_naive(trace, small, BACKLOG, budget=small.budget)
+    for reckless in (plain, naive):
+        assert reckless.preemptions >= 3 * careful.preemptions
+        assert reckless.preempted_s > 3 * careful.preempted_s
+        assert 0 < reckless.preempted_requests <= reckless.preemptions
+        assert reckless.latency.longest_gap is not None and careful.latency.longest_gap is not None
+        assert reckless.latency.longest_gap.p90 > 2 * careful.latency.longest_gap.p90
 
 
 def test_reserve_never_preempts() -> None:

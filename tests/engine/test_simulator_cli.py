@@ -87,6 +87,48 @@ def test_policies_and_refusals(simulate: Any, azure: Path) -> None:
     assert reserve["running_backlogged"] < optimistic["running_backlogged"]
 
 
+def test_overload(simulate: Any, azure: Path, tmp_path: Path) -> None:
+    flags = ("--overload", "--pool-tokens", 1024, "--ttl-ms", 3000, "--limit", 20)
+    plot = tmp_path / "overload.svg"
+    status, out, _ = simulate(azure, *flags, "--naive", "chunks", "--plot", plot)
+    assert status == 0 and plot.read_bytes().startswith(b"<?xml")
+    for title in ("between tokens ms", "a request's longest", "preempted", "refused,"):
+        assert title in out
+    for mode in ("plain", "optimistic", "reserve", "optimistic, deadline", "reserve, deadline", "naive twin"):
+        assert out.count(f" {mode} ") == 4
+        assert mode in plot.read_text()
+    status, out, _ = simulate(azure, *flags, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and len(lines) == 20
+    settings = {line["mode"]: line["settings"] for line in lines}
+    assert settings["plain"]["forecast"] == "none" and settings["plain"]["ttl_s"] is None
+    assert settings["reserve, deadline"]["admission"] == "reserve" and settings["reserve, deadline"]["ttl_s"] == 3
+    rates = [float(line["settings"]["arrivals"].split()[-1]) for line in lines if line["mode"] == "plain"]
+    assert [rate / rates[0] for rate in rates] == pytest.approx([1, 2, 3, 4], rel=0.001)
+
+
+def test_the_others_of_a_heavy_tenant(simulate: Any, tmp_path: Path) -> None:
+    def client(name: str, rate: float) -> str:
+        lengths = [10, 10, 10, 20, 20, 30, 30, 40, 40, 50]
+        windows = [[start, rate, 1, "", 0, 0] for start in (0.0, 600.0)]
+        fields = {"model": "m", "client": name, "arrivals": windows, "input_tokens": lengths, "output_tokens": lengths}
+        return json.dumps(fields)
+
+    path = tmp_path / "clients.jsonl"
+    path.write_text("\n".join((client("a", 0.06), client("b", 0.02), client("c", 0.02))))
+    flags = ("--contiguous", "none", "--max-num-seqs", 2, "--rate-scale", 40)
+    sweeps = ("--sweep", "policy=fcfs,fair", "--sweep", "tenants=all,others")
+    status, out, _ = simulate(path, *flags, "--sweep", "policy=fcfs,fair")
+    assert status == 0 and "others' first" in out
+    status, out, _ = simulate(path, *flags, *sweeps, "--json")
+    everybody, others, fair, _ = (json.loads(line) for line in out.splitlines())
+    assert [group["name"] for group in everybody["groups"]] == ["m/a", "2 others"]
+    assert others["requests"] == sum(group["finished"] for group in everybody["groups"][1:])
+    assert fair["groups"][1]["ttft"]["p99"] <= everybody["groups"][1]["ttft"]["p99"]
+    status, out, _ = simulate(path, *flags, "--from-s", 600, "--json")
+    assert 0.3 < json.loads(out)["requests"] / everybody["requests"] < 0.7
+
+
 def test_times_of_another_trace(simulate: Any, azure: Path, tmp_path: Path) -> None:
     talk = tmp_path / "talk.jsonl"
     talk.write_text('{"turns":[["h",20],["g",30]]}\n' * 50)
@@ -142,6 +184,11 @@ def test_plots_without_matplotlib_are_refused_at_once(
         (("--classes", "1,x"), "--classes must be a number"),
         (("--classes", "0,0"), "--classes takes"),
         (("--ttl-ms", "0"), "ttl must be above 0"),
+        (("--from-s", "-1"), "--from-s must not be negative"),
+        (("--from-s", "8"), "comes after 8 s"),
+        (("--tenants", "others"), "one tenant only"),
+        (("--overload", "--sweep", "policy=fcfs,fair"), "--overload runs its own table"),
+        (("--overload", "--arrivals", "backlog"), "not as backlog"),
         (("--device", "abacus"), "invalid choice"),
     ],
 )

@@ -80,6 +80,17 @@ def test_azure_as_published(tmp_path: Path) -> None:
     assert trace.requests[1].arrival_s == pytest.approx(4.314579, abs=1e-4)
 
 
+def test_a_trace_can_be_entered_later(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", "arrival_ms,prompt_tokens,output_tokens\n9000,7,1\n1000,5,1\n4000,6,1\n")
+    later = read_trace(path, from_s=3.0).requests
+    assert [(r.arrival_s, r.prompt_tokens) for r in later] == [(0.0, 6), (5.0, 7)]
+    with pytest.raises(ConfigError, match="comes after 9 s"):
+        read_trace(path, from_s=9.0)
+    talks = write(tmp_path, "t.jsonl", '{"turns": [["h", 9], ["g", 9]]}\n')
+    with pytest.raises(ConfigError, match="no times"):
+        read_trace(talks, from_s=1.0)
+
+
 def test_burstgpt_drops_failed_requests(tmp_path: Path) -> None:
     head = "Timestamp,Model,Request tokens,Response tokens,Log Type\n"
     rows = "5,ChatGPT,472,18,Conversation log\n45,GPT-4,0,0,Conversation log\n45,ChatGPT,1087,230,API log\n"
@@ -167,6 +178,12 @@ def test_servegen_draws_each_client_from_its_own_fit(tmp_path: Path) -> None:
     assert times == sorted(times) and times[-1] == pytest.approx(1000, rel=0.15)
     lengths = sorted(r.prompt_tokens for r in trace.requests if r.tenant == "m/0")
     assert lengths[len(lengths) // 2] == pytest.approx(50, rel=0.1)
+    later = read_trace(path, limit=1000, seed=1, from_s=700.0).requests
+    sent = [(r.tenant, r.prompt_tokens, r.output_tokens) for r in trace.requests]
+    begin = sum((r.arrival_s or 0.0) < 699 for r in trace.requests)  # the first request of all came within a second
+    found = sent.index((later[0].tenant, later[0].prompt_tokens, later[0].output_tokens), begin)
+    assert [(r.tenant, r.prompt_tokens, r.output_tokens) for r in later] == sent[found : found + 1000]
+    assert later[0].arrival_s == 0.0
     with pytest.raises(ConfigError, match=r"no clients of 'x'.*it has m, other"):
         read_trace(path, clients="x")
 
