@@ -99,48 +99,65 @@ class Grammar:
 class Matcher:
     """One sequence's place in its grammar. Used by one thread at a time."""
 
-    __slots__ = ("_label", "_matcher", "_vocabulary")
+    __slots__ = ("_ends", "_label", "_parser", "_vocabulary")
 
-    def __init__(self, vocabulary: _Vocabulary, matcher: llguidance.LLMatcher, label: _Label) -> None:
+    def __init__(self, vocabulary: _Vocabulary, parser: llguidance.LLMatcher, label: _Label, ends: int = 0) -> None:
         self._vocabulary = vocabulary
-        self._matcher = matcher
+        self._parser = parser
         self._label = label
-
-    @property
-    def is_finished(self) -> bool:
-        """True where the text is complete and nothing but its end may follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        self._ends = ends  # accepted end-of-sequence ids, of which the parser knows nothing
 
     @property
     def is_complete(self) -> bool:
         """True where the text may end here."""
-        return self._matcher.is_accepting()
+        return self._parser.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """True where the text is complete and nothing but its end may follow."""
+        return self._ends > 0 or (self._parser.is_stopped() and not self._parser.is_error())
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token. False, and nothing has changed, where the grammar does not allow it."""
-        if not 0 <= token_id < self._vocabulary.size:
+        """Go on by one token. False, and nothing has changed, where the grammar does not allow it.
+
+        Raises `invalid_request` where the parser gave up; the matcher is of no more use then.
+        """
+        if token_id in self._vocabulary.end_ids:
+            if not self.is_complete:
+                return False
+            self._ends += 1
+            return True
+        if self._ends or not 0 <= token_id < self._vocabulary.size:
             return False
-        return self._matcher.try_consume_tokens([token_id]) == 1
+        accepted: bool = self._parser.try_consume_tokens([token_id]) == 1
+        if not accepted and self._parser.is_error():
+            raise self._label.refuse(self._parser.get_error())
+        return accepted
 
     def rollback(self, count: int) -> None:
         """Take the last `count` accepted tokens back."""
-        if count and not self._matcher.rollback(count):
-            raise self._label.refuse(self._matcher.get_error())
+        ends = min(count, self._ends)
+        self._ends -= ends
+        if count > ends and not self._parser.rollback(count - ends):
+            raise self._label.refuse(self._parser.get_error())
 
     def fill(self, mask: Mask) -> None:
         """Write which tokens may follow, all words of `mask`.
 
         Raises `invalid_request` where no token can follow, or the parser gave up on a grammar that is too ambiguous.
         """
+        if self._ends:
+            mask[:] = self._vocabulary.only_ends
+            return
         words = self._vocabulary.words
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
+        self._parser.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
         mask[words:] = 0
-        if self._matcher.is_error():
-            raise self._label.refuse(self._matcher.get_error())
+        if self._parser.is_error():
+            raise self._label.refuse(self._parser.get_error())
 
     def fork(self) -> Matcher:
         """An independent matcher at the same place."""
-        return Matcher(self._vocabulary, self._matcher.deep_copy(), self._label)
+        return Matcher(self._vocabulary, self._parser.deep_copy(), self._label, self._ends)
 
 
 class _Label:
@@ -165,19 +182,21 @@ class _Vocabulary:
         known = 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
         self.size = min(known, vocab_size)
         ends = sorted({token_id for token_id in eos_token_ids if 0 <= token_id < self.size})
-        silent = frozenset(ends)
+        self.end_ids = frozenset(ends)
         tokens = [
-            b"" if token_id in silent or pieces.is_special(token_id) else pieces[token_id]
+            b"" if token_id in self.end_ids or pieces.is_special(token_id) else pieces[token_id]
             for token_id in range(self.size)
         ]
         self.words = (self.size + 31) // 32
-        self._mask_words = (vocab_size + 31) // 32
+        self.only_ends = np.zeros((vocab_size + 31) // 32, np.uint32)
+        for token_id in ends:
+            self.only_ends[token_id // 32] |= np.uint32(1 << (token_id % 32))
         self.trie = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Source(tokens, ends[0], tokenizer)), eos_token=ends
         )
 
     def mask(self) -> Mask:
-        return np.zeros(self._mask_words, np.uint32)
+        return np.empty_like(self.only_ends)
 
 
 class _Source:
