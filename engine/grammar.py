@@ -1,24 +1,27 @@
 """Structured output: which tokens may follow, so that a text is what its `StructuredOutputs` says.
 
 The work is done by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser over a lexer of regular
-expression derivatives, walked along a trie of the vocabulary. Nothing is computed ahead for the whole vocabulary, so a
-grammar compiles in about a millisecond, and a mask costs some tens of microseconds.
+expression derivatives, walked along a trie of the vocabulary. It was measured against xgrammar, see
+`docs/structured_output.md`. It won because it refuses a schema that it cannot keep, where xgrammar goes on with half of
+it; it computes nothing ahead for the whole vocabulary, so a grammar is ready in milliseconds; and it needs no other
+package.
 
-Rules that everything here keeps:
+What everything here keeps to:
 
 * Tokens are bytes, the same ones that the detokeniser writes (`TokenBytes`), so what the grammar accepts is what the
   caller reads. Special tokens and unused rows of a padded vocabulary have no bytes and are never allowed.
 * The end of the text is not part of the grammar: all end-of-sequence ids are allowed exactly where the text is
-  complete.
+  complete. The parser knows none of them, only an end of its own behind the vocabulary.
 * A matcher's state is a function of the tokens that it accepted, so a request that moves to another engine goes on
   from its tokens.
-* A request's grammar can fail its request only: what cannot be built is refused when it is compiled, and every step of
-  the parser is bounded.
+* A request's grammar can fail its request only. It is compiled in a helper process first (`GrammarTrial`), which may
+  take too long or die; and each step of the parser is bounded.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -27,26 +30,45 @@ from typing import Any
 import llguidance
 import numpy as np
 import numpy.typing as npt
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from pagemill.engine.errors import RequestError, invalid
+from pagemill.engine.grammar_helper import compile_first, make_trie
+from pagemill.engine.grammar_source import source_of
+from pagemill.engine.grammar_trial import GrammarTrial
 from pagemill.engine.structured_outputs import StructuredOutputs
 from pagemill.engine.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.uint32]
 """[ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set where token t is allowed."""
 
-_CACHED_GRAMMARS = 256
+LIMITS: dict[str, Any] = {
+    "verbose_errors": False,
+    "max_items_in_row": 400,  # a step in a grammar that is ambiguous everywhere takes this number squared
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,  # of 1 to 2 kB, in each sequence
+}
+_MAX_GRAMMARS = 256
+_MAX_SOURCE = 1 << 20  # characters of all cached grammars; a parser takes a hundred times as much
+_MAX_TOKEN_BYTES = 512  # the trie has no room for tokens of some thousand
+_MAX_THREADS = 8
 _MESSAGE_LENGTH = 300
-_WHITESPACE = r"( |\r?\n[ \t]{0,40})"
-# The parser would allow only one tokenisation of text that is certain; the model's own may be another.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_PREFIX = re.compile(r"^at 1\(8\): (failed to compile JSON schema: )?|^failed to parse \"%json\": ")
+_PHRASES = (
+    ("Unimplemented keys", "these keywords are not supported"),
+    (
+        "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+        "oneOf is supported only where it is plain that no value fits two of its schemas; use anyOf",
+    ),
+    ("NoExtensionBias", "no token of this model can go on"),
+    ("NoExtension", "no token of this model can go on"),
+)
 
 
 class GrammarCompiler:
     """Compiles and keeps the grammars of one model. Safe to use from several threads.
 
-    `vocab_size` is the model's number of logits, V. The first `compile` takes some 0.2 s for the vocabulary's trie.
+    `vocab_size` is the model's number of logits, V. The first `compile` makes the vocabulary's trie and starts the
+    helper process, which takes some tenths of a second.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -56,6 +78,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
         self._kept: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._kept_source = 0
 
     def compile(self, spec: StructuredOutputs) -> Grammar:
         """The grammar of `spec`, from the cache where it is known. Raises `invalid_request` where none can be built."""
@@ -69,27 +92,29 @@ class GrammarCompiler:
             vocabulary = self._vocabulary
         grammar = Grammar(vocabulary, spec)
         with self._lock:
-            self._kept[spec] = grammar
-            if len(self._kept) > _CACHED_GRAMMARS:
-                self._kept.popitem(last=False)
+            if spec not in self._kept:
+                self._kept[spec] = grammar
+                self._kept_source += grammar.size
+            while len(self._kept) > _MAX_GRAMMARS or self._kept_source > _MAX_SOURCE:
+                _, dropped = self._kept.popitem(last=False)
+                self._kept_source -= dropped.size
         return grammar
 
 
 class Grammar:
-    """A compiled grammar. Immutable; shared by all sequences of the requests that ask for it."""
+    """A compiled grammar. Immutable; shared by all sequences of the requests that ask for it. `size`: of its source."""
 
     def __init__(self, vocabulary: _Vocabulary, spec: StructuredOutputs) -> None:
         self._vocabulary = vocabulary
         self._label = _Label(spec.place, spec.param)
         try:
-            source = _OPTIONS + _start(spec)
-        except (GbnfToLarkError, ValueError, RecursionError) as error:
+            source = source_of(spec, vocabulary.trial.convert)
+            if spec.choice is None and not spec.json_object:
+                vocabulary.trial.run(source)
+            self._first = compile_first(vocabulary.trie, source, vocabulary.limits)
+        except ValueError as error:
             raise self._label.refuse(str(error)) from error
-        self._first = llguidance.LLMatcher(vocabulary.trie, source, log_level=0, limits=vocabulary.limits)
-        if self._first.is_error():
-            raise self._label.refuse(self._first.get_error())
-        # The lexer is lazy: with the first mask it shows that a grammar is too large, or matches nothing.
-        self.matcher().fill(vocabulary.mask())
+        self.size = len(source)
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of the text."""
@@ -105,7 +130,7 @@ class Matcher:
         self._vocabulary = vocabulary
         self._parser = parser
         self._label = label
-        self._ends = ends  # accepted end-of-sequence ids, of which the parser knows nothing
+        self._ends = ends  # accepted end-of-sequence ids
 
     @property
     def is_complete(self) -> bool:
@@ -130,109 +155,122 @@ class Matcher:
         if self._ends or not 0 <= token_id < self._vocabulary.size:
             return False
         accepted: bool = self._parser.try_consume_tokens([token_id]) == 1
-        if not accepted and self._parser.is_error():
-            raise self._label.refuse(self._parser.get_error())
+        if not accepted:
+            self._check()
         return accepted
 
     def rollback(self, count: int) -> None:
         """Take the last `count` accepted tokens back."""
         ends = min(count, self._ends)
         self._ends -= ends
-        if count > ends and not self._parser.rollback(count - ends):
-            raise self._label.refuse(self._parser.get_error())
+        if count > ends:
+            self._parser.rollback(count - ends)
+            self._check()
 
     def fill(self, mask: Mask) -> None:
         """Write which tokens may follow, all words of `mask`.
 
         Raises `invalid_request` where no token can follow, or the parser gave up on a grammar that is too ambiguous.
         """
-        if self._ends:
-            mask[:] = self._vocabulary.only_ends
-            return
-        words = self._vocabulary.words
-        self._parser.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * words)
-        mask[words:] = 0
-        if self._parser.is_error():
-            raise self._label.refuse(self._parser.get_error())
+        own = np.empty(self._vocabulary.words, np.uint32)
+        if not self._ends:
+            self._parser.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+        self._settle(own, mask)
 
     def fork(self) -> Matcher:
         """An independent matcher at the same place."""
         return Matcher(self._vocabulary, self._parser.deep_copy(), self._label, self._ends)
 
+    def _settle(self, own: Mask, mask: Mask) -> None:
+        """From the parser's mask, which has a bit for its own end, to the model's."""
+        vocabulary = self._vocabulary
+        if self._ends:
+            mask[:] = vocabulary.only_ends
+            return
+        if self._parser.is_error():
+            mask[:] = 0
+        self._check()
+        count = min(len(own), len(mask))
+        mask[:count] = own[:count]
+        mask[count:] = 0
+        word, bit = vocabulary.size // 32, np.uint32(1 << vocabulary.size % 32)
+        if own[word] & bit:
+            if word < count:
+                mask[word] &= ~bit
+            mask |= vocabulary.only_ends
+
+    def _check(self) -> None:
+        if self._parser.is_error():
+            raise self._label.refuse(self._parser.get_error())
+
+
+def fill_rows(matchers: Sequence[Matcher], masks: Mask) -> list[RequestError | None]:
+    """Fill `masks` [len(matchers), ceil(V / 32)], a row for each matcher, on several threads.
+
+    The matchers are of one compiler. Returns what `fill` would have raised, by row; such a row is all zeros.
+    """
+    if not matchers:
+        return []
+    vocabulary = matchers[0]._vocabulary
+    own = np.empty((len(matchers), vocabulary.words), np.uint32)
+    rows = [(matcher._parser, row) for row, matcher in enumerate(matchers) if not matcher._ends]
+    vocabulary.executor.unsafe_compute_mask_ptr(rows, own.ctypes.data, 4 * vocabulary.words, len(matchers))
+    errors: list[RequestError | None] = []
+    for row, matcher in enumerate(matchers):
+        try:
+            matcher._settle(own[row], masks[row])
+            errors.append(None)
+        except RequestError as error:
+            errors.append(error)
+    return errors
+
 
 class _Label:
     """How errors about one grammar are written."""
 
-    __slots__ = ("param", "place")
+    __slots__ = ("_param", "_place")
 
     def __init__(self, place: str, param: str) -> None:
-        self.place = place
-        self.param = param
+        self._place = place
+        self._param = param
 
     def refuse(self, reason: str) -> RequestError:
-        return invalid(f"{self.place} cannot be used: {_readable(reason)}", self.param)
+        return invalid(f"{self._place} cannot be used: {_readable(reason)}", self._param)
 
 
 class _Vocabulary:
-    """The vocabulary as llguidance wants it: the bytes of each token, in a trie."""
+    """The model's vocabulary as the parser wants it, and what is shared by all grammars over it.
+
+    `size`: the first id behind the tokens, which is the parser's end. `words`: of the parser's masks.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self.limits = llguidance.LLParserLimits(verbose_errors=False)
         pieces = tokenizer.token_bytes
-        known = 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
+        known = 1 + max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.size = min(known, vocab_size)
-        ends = sorted({token_id for token_id in eos_token_ids if 0 <= token_id < self.size})
-        self.end_ids = frozenset(ends)
+        self.end_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        self.only_ends = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token_id in self.end_ids:
+            self.only_ends[token_id // 32] |= np.uint32(1 << token_id % 32)
         tokens = [
             b"" if token_id in self.end_ids or pieces.is_special(token_id) else pieces[token_id]
             for token_id in range(self.size)
         ]
-        self.words = (self.size + 31) // 32
-        self.only_ends = np.zeros((vocab_size + 31) // 32, np.uint32)
-        for token_id in ends:
-            self.only_ends[token_id // 32] |= np.uint32(1 << (token_id % 32))
-        self.trie = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Source(tokens, ends[0], tokenizer)), eos_token=ends
-        )
-
-    def mask(self) -> Mask:
-        return np.empty_like(self.only_ends)
-
-
-class _Source:
-    """What llguidance's wrapper reads a tokenizer from."""
-
-    def __init__(self, tokens: list[bytes], eos_token_id: int, tokenizer: Tokenizer) -> None:
-        self.tokens = tokens
-        self.eos_token_id = eos_token_id
-        self.bos_token_id = None
-        self.special_token_ids: list[int] = []
-        self._backend = tokenizer.backend
-
-    def __call__(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
-
-
-def _start(spec: StructuredOutputs) -> str:
-    """`spec` as a grammar in llguidance's dialect of Lark."""
-    if spec.grammar is not None:
-        return any_to_lark(spec.grammar)
-    if spec.regex is not None:
-        return f"start: /{llguidance.regex_to_lark(spec.regex)}/"
-    if spec.choice is not None:
-        return "start: " + " | ".join(map(json.dumps, spec.choice))
-    schema: Any = {"type": "object"} if spec.json is None else json.loads(str(spec.json))
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    if spec.disable_any_whitespace:
-        spaces: dict[str, Any] = {"whitespace_flexible": False}
-    else:
-        spaces = {"whitespace_pattern": spec.whitespace_pattern or _WHITESPACE}
-    return f"start: %json {json.dumps({**schema, 'x-guidance': spaces})}"
+        tokens = [token if len(token) <= _MAX_TOKEN_BYTES else b"" for token in tokens]
+        tokens.append(b"")
+        self.words = -(-len(tokens) // 32)
+        self.trie = make_trie(tokens, self.size)
+        self.limits = llguidance.LLParserLimits(**LIMITS)
+        self.trial = GrammarTrial(tokens, self.size, LIMITS)
+        self.executor = llguidance.LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
 
 
 def _readable(reason: str) -> str:
     """The part of a library's message that says something to a caller."""
-    text = " ".join(reason.partition("<backtrace>")[0].partition("<state>")[0].split())
+    text = reason
+    for tail in ("<backtrace>", "<state>", "<non-verbose/>", "\n   1 | "):
+        text = text.partition(tail)[0]
+    text = " ".join(_PREFIX.sub("", text).split())
+    for theirs, ours in _PHRASES:
+        text = text.replace(theirs, ours)
     return text if len(text) <= _MESSAGE_LENGTH else f"{text[:_MESSAGE_LENGTH]}..."

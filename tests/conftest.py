@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.redis_fixtures import (
     any_redis_url,
     floor_redis,
@@ -14,3 +16,7 @@ from tests.redis_fixtures import (
 )
 
 __all__ = ["any_redis_url", "floor_redis", "queue_config", "queue_keys", "redis_url", "refusing_url", "run", "valkey"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--schemas", type=int, default=120, help="random JSON schemas that structured output is tried on")

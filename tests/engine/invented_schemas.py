@@ -13,7 +13,16 @@ from pagemill.engine.tokenizer import Tokenizer
 Schema = dict[str, Any] | bool
 
 _NAMES = ("id", "name", "größe", "a b", 'q"uote', "back\\slash", "x/y", "~t", "日本", "", "ok", "n1", "tags", "next")
-_PATTERNS = ("^[a-z]{1,8}$", "^\\d{3}-\\d{4}$", "[A-F0-9]+", "^(yes|no)$", "b", "^.{2,5}$", "^\\w+\\s\\w+$", "^[^\\n]*$")
+_PATTERNS = (
+    "^[a-z]{1,8}$",
+    "^\\d{3}-\\d{4}$",
+    "[A-F0-9]+",
+    "^(yes|no)$",
+    "b",
+    "^.{2,5}$",
+    "^\\w+\\s\\w+$",
+    "^[^\\n]*$",
+)
 _FORMATS = ("date", "time", "date-time", "ipv4", "uuid", "email", "hostname", "ipv6", "duration")
 _WORDS = ("red", "green", 'b"lue', "tab\there", "é", "🌶️", "", "null", "12", "a\\b", "new\nline", "</s>", "<|im_end|>")
 
@@ -27,12 +36,15 @@ class SchemaMaker:
 
     def make(self) -> Schema:
         """A whole schema, with the $defs that it refers to."""
+        rng = self._rng
         self._defs = {}
-        if self._rng.random() < 0.3:
-            names = ["node", "Leaf", "a/b"][: self._rng.randint(1, 3)]
-            self._defs = {name: True for name in names}
+        if rng.random() < 0.3:
+            names = ["node", "Leaf", "a/b"][: rng.randint(1, 3)]
+            self._defs = dict.fromkeys(names, True)
             for name in names:
-                self._defs[name] = self._object(1) if name == "node" else self._schema(2)
+                # Only through objects may definitions refer to each other, so that none is but itself.
+                maker = self._object if name == "node" else rng.choice([self._string, self._integer, self._enum])
+                self._defs[name] = maker(1)
         schema = self._schema(0)
         if self._defs and isinstance(schema, dict):
             schema = {**schema, "$defs": self._defs}
@@ -151,8 +163,8 @@ class SchemaMaker:
         elif choice < 0.85:
             schema["patternProperties"] = {"^p_[a-z]+$": self._schema(max(depth, 3))}
             schema["additionalProperties"] = False
-        if rng.random() < 0.1:
-            schema["maxProperties"] = len(required)
+        if len(required) == len(names) and rng.random() < 0.3:
+            schema["maxProperties"] = len(required) + rng.randint(0, 2)
         return schema
 
     def _any_of(self, depth: int) -> Schema:
@@ -163,7 +175,7 @@ class SchemaMaker:
         pairs: list[Schema] = [
             {"allOf": [{"type": "integer", "minimum": low}, {"maximum": low + self._rng.randint(0, 30)}]},
             {"allOf": [self._object(depth)], "type": "object"},
-            {"oneOf": [{"type": "string", "maxLength": 5}, {"type": "integer"}, self._const(3)]},
+            {"oneOf": [{"type": "string", "maxLength": 5}, {"type": "integer"}, {"type": "null"}]},
             {"type": "string", "allOf": [{"minLength": 2}, {"pattern": "^[ab]*$"}]},
         ]
         return self._rng.choice(pairs)
@@ -179,6 +191,10 @@ class Writer:
         pieces = [tokenizer.token_bytes[token_id] for token_id in range(tokenizer.vocab_size)]
         self._closing = np.array([piece in (b'"', b"}", b"]", b'"}', b'"]', b"]}", b"}}") for piece in pieces])
         self._short = np.array([len(piece) == 1 for piece in pieces])
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of token ids."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def allowed(self, matcher: Matcher) -> np.ndarray:
         """Ids of the tokens that may follow, in order."""
