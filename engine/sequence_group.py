@@ -232,7 +232,10 @@ class SamplingGroup(_Group):
 
     def abort(self, error: RequestError | None) -> list[SequenceOutput]:
         reason: FinishReason = "cancelled" if error is None else "error"
-        outputs = [self._end(sequence, self._place(sequence), reason) for sequence in list(self._processors)]
+        outputs = []
+        for sequence, processor in list(self._processors.items()):
+            processor.finish()  # what was held back for a stop string is text after all
+            outputs.append(self._end(sequence, self._take(sequence, []), reason))
         outputs[-1].error = error
         return outputs
 

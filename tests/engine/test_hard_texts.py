@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from pagemill.engine.llm import LLM
 from pagemill.engine.loader import resolve_model
 from pagemill.engine.output_processor import OutputProcessor
+from pagemill.engine.prompt import make_request
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.stopping import Finish
 from pagemill.engine.tokenizer import Tokenizer
 from tests.engine.text_tokenizers import HARD_TEXTS, KINDS, LOSSLESS, PLAIN_ADDED, SPECIALS, meaning
+from tests.engine.tiny_models import CONFIGS, save_model
 
 made = cache(lambda kind: KINDS[kind]())
 unhurried = settings(deadline=None)
@@ -289,6 +293,36 @@ def test_the_processor_against_its_naive_twin(kind: str, data: st.DataObject) ->
     )
     assert (run.text, run.taken, run.finish) == naive(tokenizer, ids, wish)
     assert all("\ufffd" not in delta for delta in run.deltas[:-2])
+
+
+# -- in the engine -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_speaks_bytes(tmp_path: Path) -> None:
+    """Random weights, a token for each byte. Stop strings that never come hold everything back until the end, and a
+    cancelled request gives what was held."""
+    folder = save_model(CONFIGS["llama-gqa"](), tmp_path)
+    made("single-bytes").transformers_tokenizer.save_pretrained(folder)
+    llm = LLM(str(folder), threads=1, num_blocks_override=32, dtype="float32")
+    tokenizer, core = made("single-bytes"), llm._parts.core
+    wish: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    (plain,) = llm.generate("客", SamplingParams(**wish))
+    text, ids = plain.outputs[0].text, plain.outputs[0].token_ids
+    assert text == meaning(tokenizer, ids) and len(ids) == 40
+    stop = text.rstrip("\ufffd") + "\x00"
+    (held,) = llm.generate("客", SamplingParams(stop=stop, **wish))
+    assert held.outputs[0].text == text
+    for steps in (0, 1, 7, 39):
+        params = SamplingParams(stop=stop, **wish)
+        told = core.add(make_request("r", "客", params, llm._parts.limits, tokenizer))
+        while sum(len(increment.token_ids) for increment in told) < steps:
+            told += core.step()
+        before = "".join(increment.text for increment in told)
+        told += core.abort("r")
+        assert (told[-1].finish_reason, told[-1].final) == ("cancelled", True)
+        assert "".join(increment.text for increment in told) == meaning(tokenizer, ids[:steps])
+        assert told[-1].text_offset == len(before)
+    core.check()
 
 
 def test_the_table_holds_what_it_says() -> None:
