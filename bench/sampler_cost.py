@@ -1,6 +1,6 @@
 """What choosing the tokens of a step costs, by sampling parameters: 256 rows over a vocabulary of 150,000.
 
-    python bench/sampler_cost.py [--device cuda] [--rows N] [--vocab N] [--repeat N] [--threads N] [--json]
+    python bench/sampler_cost.py [--device cuda] [--rows N] [--vocab N] [--repeat N] [--only NAME] [--json]
 
 The logits of "peaked" rows are normal with deviation 2.5 and a few likely tokens, as a trained model's are; those of
 "flat" rows have deviation 0.3, so that a top_p of 0.95 keeps most of the vocabulary: the worst case of a sampler.
@@ -127,6 +127,7 @@ def timed(step: Step, logits: torch.Tensor, repeat: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--kernels", help="another back end than the device's own: reference, interpret")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=150_000)
     parser.add_argument("--repeat", type=int, default=5)
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
-    ops = select_ops(options.device, threads=options.threads)
+    ops = select_ops(options.device, override=options.kernels, threads=options.threads)
     if not options.json:
         print(f"{ops.name}, {options.rows} rows x {options.vocab} tokens, ms a step: by the clock (of all cores)")
         print(f"{'':24}{'peaked':>20}{'flat':>20}")

@@ -257,6 +257,7 @@ class CpuOps:
             return self._reference.logprobs(logits, token_ids, top)
         rows, vocab_size = logits.shape
         address, stride = _logits(logits)
+        asked = token_ids.contiguous()
         result = TopLogprobs(
             torch.empty(rows, dtype=torch.float32),
             torch.empty(rows, dtype=torch.int64),
@@ -269,7 +270,7 @@ class CpuOps:
             stride,
             rows,
             vocab_size,
-            _address(token_ids, torch.int64),
+            _address(asked, torch.int64),
             result.chosen.data_ptr(),
             result.rank.data_ptr(),
             result.ids.data_ptr(),

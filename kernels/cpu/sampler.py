@@ -29,6 +29,7 @@ _MAX_GUMBEL = -math.log(-math.log(1.0 - 0.5 * UNIT)) + 1e-9
 _MARGIN = 1e-5  # more than float32 is wrong by in an exponent of up to _MAX_GUMBEL
 _CHUNK = 4096  # logits among which a maximum is looked for at a time
 _MAX_HEAT = 1e30
+_LEAST_SHARE = 1e-30  # of a nucleus, which is never empty
 
 
 @helper
@@ -165,7 +166,8 @@ def _top_p(
     # All tokens lighter than an equal share of 1 - top_p weigh less than that together: the nucleus ends above them.
     share = 0.5 * (1.0 - top_p) * total / row.shape[0]
     floor = np.float32(float(largest) + math.log(max(share, 1e-300)) * temperature)
-    return row_threshold(row, maxima, max(cut, floor), largest, heat, top_p * total, values, weights, buckets)
+    wanted = max(top_p, _LEAST_SHARE) * total
+    return row_threshold(row, maxima, max(cut, floor), largest, heat, wanted, values, weights, buckets)
 
 
 @helper

@@ -130,7 +130,8 @@ def row_threshold(
     """The largest logit from which upward the weights of a row come to what is wanted; the smallest if they never do.
 
     A token's weight is exp((logit - largest) * heat), for a finite heat; tokens below the limit and at -inf have none.
-    largest: that of the row, finite. Scratch: values and weights float32 [V + SLACK], buckets float64 [BUCKETS].
+    wanted > 0. largest: that of the row, finite. Scratch: values and weights float32 [V + SLACK], buckets float64
+    [BUCKETS].
     """
     limit = max(limit, _LOWEST_FINITE)
     passing = 0

@@ -83,7 +83,7 @@ def random_batch(rows: int, rng: np.random.Generator) -> SampleBatch:
     return SampleBatch(
         temperature=rng.choice([0.0, 0.3, 1.0, 1.7, 100.0], rows).astype(np.float32),
         top_k=rng.choice([0, 1, 2, 5, 50, 300, 10**6], rows).astype(np.int32),
-        top_p=rng.choice([1.0, 0.999, 0.9, 0.5, 0.01, 1e-6], rows).astype(np.float32),
+        top_p=rng.choice([1.0, 0.999, 0.9, 0.5, 0.01, 1e-6, 0.0], rows).astype(np.float32),
         min_p=rng.choice([0.0, 0.0, 0.02, 0.3, 1.0], rows).astype(np.float32),
         seed=rng.integers(0, 2**64, rows, dtype=np.uint64),
         position=rng.integers(0, 2**40, rows),
