@@ -35,7 +35,7 @@ CHAT_FIELDS = (
     "continue_final_message",
 )
 
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 _KWARG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _TEXT_PARTS = ("text", "input_text")
 # Parts of an answer that say nothing to a model, at the values that clients send back unasked.
@@ -56,6 +56,7 @@ class Chat:
 
     messages: objects with role and content (text or a list of text parts). An assistant's may have `tool_calls`, whose
         arguments reach the template as an object where they are one, and `reasoning_content`; a tool's `tool_call_id`.
+        A developer is the system to templates that know none.
     tools: OpenAI's tool objects, for the template to describe. None where there are none, or `tool_choice` is "none";
         "auto" is the other choice.
     chat_template_kwargs: variables for the template, such as enable_thinking. One that it does not read has no effect.
@@ -279,7 +280,7 @@ def _tool_call(where: str, value: object) -> dict[str, Any]:
     _known(f"{where}.function", function, ("name", "arguments"))
     known: dict[str, Any] = {} if call.get("id") is None else {"id": _string(f"{where}.id", call["id"], MAX_NAME)}
     arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
-    name = _tool_name(f"{where}.function.name", function.get("name"))
+    name = _string(f"{where}.function.name", function.get("name"), MAX_NAME)  # as the model wrote it
     return {**known, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -300,12 +301,6 @@ def _arguments(name: str, value: object) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
-
-
-def _tool_name(name: str, value: object) -> str:
-    if not isinstance(value, str) or not _TOOL_NAME.fullmatch(value):
-        raise invalid(f"{name} must have 1 to {MAX_NAME} letters, digits and _ . : / -, got {shown(value)}", name)
-    return value
 
 
 def _tools(value: object) -> list[dict[str, Any]] | None:
@@ -329,7 +324,11 @@ def _tool(where: str, value: object) -> dict[str, Any]:
     name = f"{where}.function"
     function = {key: item for key, item in _object(name, tool.get("function")).items() if item is not None}
     _known(name, function, ("name", "description", "parameters", "strict"))
-    _tool_name(f"{name}.name", function.get("name"))
+    own = function.get("name")
+    if not isinstance(own, str) or not _TOOL_NAME.fullmatch(own):
+        raise invalid(
+            f"{name}.name must have 1 to {MAX_NAME} letters, digits and _ . : / -, got {shown(own)}", f"{name}.name"
+        )
     if "description" in function:
         _string(f"{name}.description", function["description"])
     if "parameters" in function:

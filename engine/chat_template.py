@@ -72,7 +72,11 @@ class ChatTemplate:
             if name in self._renderer.special_tokens_map:
                 field = f"chat_template_kwargs.{name}"
                 raise invalid(f"{field} is one of the model's own tokens, not a variable", field)
-        written: Any = (chat.messages, chat.tools, kwargs)
+        messages: Any = chat.messages
+        if "developer" not in source:
+            # OpenAI's newer name. What a template makes of a role that it does not know, no model was trained on.
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        written: Any = (messages, chat.tools, kwargs)
         if self._normalizes:
             written = map_strings(written, self._normalized)
         messages, tools, kwargs = written

@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -208,6 +210,15 @@ def test_an_answer_may_come_back_as_it_was_given(tools: Tokenizer) -> None:
     assert Chat([streamed]) == Chat([{"role": "assistant", "tool_calls": [CALL]}])
 
 
+def test_a_developer_is_the_system_where_the_template_knows_none(tokenizer: Tokenizer) -> None:
+    def asked(role: str) -> Chat:
+        return Chat([{"role": role, "content": "Be brief."}, *user("hi")])
+
+    assert tokenizer.apply_chat(asked("developer")) == tokenizer.apply_chat(asked("system"))
+    knows = Tokenizer(_with_template("{% if messages[0].role == 'developer' %}{{ messages[0].role }}{% endif %}"))
+    assert knows.decode(knows.apply_chat(asked("developer"))) == "developer"
+
+
 def test_a_chat_is_a_copy() -> None:
     messages, tools = copy.deepcopy(HISTORY), [copy.deepcopy(WEATHER)]
     chat = Chat(messages, tools)
@@ -257,7 +268,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "messages[0].tool_calls[0]"),
     (_call(function=None), "messages[0].tool_calls[1].function"),
     (_call(function={"arguments": "{}"}), "messages[0].tool_calls[1].function.name"),
-    (_call(function={"name": "a b"}), "messages[0].tool_calls[1].function.name"),
+    (_call(function={"name": ""}), "messages[0].tool_calls[1].function.name"),
     (_call(function={"name": "f", "arguments": 3}), "messages[0].tool_calls[1].function.arguments"),
     (_call(function={"name": "f", "arguments": {"x": {1, 2}}}), "messages[0].tool_calls[1].function.arguments"),
     (_call(function={"name": "f", "args": 3}), "messages[0].tool_calls[1].function.args"),
@@ -270,6 +281,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     (_tool(name="<|im_end|>"), "tools[1].function.name"),
+    (_tool(name="a b"), "tools[1].function.name"),
     (_tool(name=3), "tools[1].function.name"),
     (_tool(description=3), "tools[1].function.description"),
     (_tool(parameters=[]), "tools[1].function.parameters"),
@@ -323,6 +335,40 @@ def test_no_variable_can_take_the_place_of_an_argument_of_transformers() -> None
 def test_chat_loads_neither_torch_nor_transformers() -> None:
     imports = {line.split()[1] for line in inspect.getsource(chat_module).splitlines() if line.startswith("from ")}
     assert {name for name in imports if "pagemill" in name} == {"pagemill.engine.errors", "pagemill.engine.values"}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("function"),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name", "arguments"]), children)
+    ),
+    max_leaves=12,
+)
+messages_of_any_kind = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(chat_module.ROLES), "content": st.text(max_size=8) | json_values},
+        optional=dict.fromkeys(("name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"), json_values),
+    ),
+    max_size=3,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    messages=messages_of_any_kind,
+    fields=st.dictionaries(
+        st.sampled_from(CHAT_FIELDS[1:]), json_values | st.lists(json_values, max_size=2), max_size=3
+    ),
+)
+def test_whatever_is_sent_is_encoded_or_refused_by_name(tools: Tokenizer, messages: Any, fields: Any) -> None:
+    try:
+        chat = Chat(messages, **fields)
+        assert tools.apply_chat(chat) is not None
+    except RequestError as error:
+        assert error.code == "invalid_request" and error.param and len(error.message) < 400
+    else:
+        assert Chat(messages, **json.loads(json.dumps(fields))) == chat
 
 
 FAILING = {
@@ -411,6 +457,11 @@ def test_text_is_text_wherever_it_comes_from(attack: str, ascii_json: bool) -> N
     tools = Tokenizer(_with_template(template + "{{ variable }}"))
 
     def controls(text: str) -> list[int]:
+        ids = encoded(text)
+        assert ("ufdd" in tools.decode(ids)) == ("ufdd" in text.encode().decode("ascii", "ignore")), "a mark is left"
+        return _controls(tools, ids, TAGS)
+
+    def encoded(text: str) -> list[int]:
         call = {"function": {"name": "f", "arguments": {text: text}}}
         tool = {"name": "f", "description": text, "parameters": {"properties": {text: {"enum": [text]}}}}
         chat = Chat(
@@ -422,7 +473,7 @@ def test_text_is_text_wherever_it_comes_from(attack: str, ascii_json: bool) -> N
             [{"type": "function", "function": tool}],
             chat_template_kwargs={"variable": text},
         )
-        return _controls(tools, tools.apply_chat(chat), TAGS)
+        return tools.apply_chat(chat)
 
     assert controls(attack) == controls("hello")
 
