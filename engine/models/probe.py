@@ -29,8 +29,8 @@ _NUM_BLOCKS = 6
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
 # How many times the shift by rounding noise is still taken for rounding, and for which share of the tokens it must
 # hold. 16-bit products are summed in float32 and rounded once; float32 ones are as far off as their order of summing
-# makes them. In 16 bits rounding chooses other experts for some tokens. Measured on 60 architectures: right ones are
-# off by at most 0.5 of the shift in 16 bits and 2.3 in float32, wrong ones by more than 6.
+# makes them. In 16 bits rounding chooses other experts for some tokens. Measured on tiny models of 99 types: the 86
+# right ones are off by at most 0.5 of the shift in bfloat16 and 2.7 in float32, the 13 wrong ones by at least 6.9.
 _COARSE, _COARSE_SHARE = 2.0, 0.9
 _FINE, _FINE_SHARE = 50.0, 0.95
 
