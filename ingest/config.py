@@ -43,6 +43,7 @@ class QueueConfig:
     max_body_bytes: int = _setting(1 << 20, "largest request body")
     blob_bytes: int = _setting(64 << 10, "bodies above this size travel in a key of their own")
     max_attempts: int = _setting(3, "engines that may take a request, one after a crash of the other")
+    retry_delay_ms: int = _setting(500, "wait before a request that may have ended its engine runs again; doubles")
     max_queued_requests: int | None = _setting(None, "requests that may wait in the queue; more are refused")
     max_queued_prompt_tokens: int | None = _setting(None, "prompt tokens that may wait in the queue")
     max_tenant_queued_requests: int | None = _setting(None, "requests of one tenant that may wait in the queue")
@@ -63,7 +64,7 @@ class QueueConfig:
                 )
         whole = {"shards": (1, 1024), "default_ttl_ms": (1, 604_800_000), "max_body_bytes": (1024, 64 << 20)}
         whole |= {"blob_bytes": (0, 64 << 20), "max_attempts": (1, 100), "poll_ms": (10, 60_000)}
-        whole |= {"block_ms": (10, 60_000)}
+        whole |= {"block_ms": (10, 60_000), "retry_delay_ms": (0, 30_000)}
         for name, (low, high) in whole.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 import structlog
@@ -38,8 +38,9 @@ class Intake:
         self._model = model
         self._stopping = stopping
 
-    async def take(self, entry: Entry) -> LiveRequest | None:
-        """Own an entry. None: it went to the dead letters, has ended before, or is another engine's.
+    async def take(self, entry: Entry, *, alone: bool = False) -> LiveRequest | Literal["suspect"] | None:
+        """Own an entry. None: it went to the dead letters, has ended before, or is another engine's. "suspect": it may
+        have ended an engine, and is to be taken `alone`, with nothing running beside it.
 
         Where the request is not to run, `stopping` of what is returned says how it ends.
         """
@@ -61,8 +62,20 @@ class Intake:
         seed = body.params.seed if body is not None and body.params.seed is not None else secrets.randbits(64)
         tenant = body.tenant if body is not None else "default"
         tokens = body.estimated_tokens if body is not None else 0
-        call = scripts.begin(entry, self._owner, request_id, ttl_ms=ttl_ms, tenant=tenant, seed=seed, tokens=tokens)
+        call = scripts.begin(
+            entry,
+            self._owner,
+            request_id,
+            ttl_ms=ttl_ms,
+            tenant=tenant,
+            seed=seed,
+            tokens=tokens,
+            max_attempts=self._max_attempts(body),
+            alone=alone,
+        )
         begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
+        if begun == "suspect":
+            return "suspect"
         if isinstance(begun, str):
             _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
             return None
@@ -96,10 +109,14 @@ class Intake:
         if body.model is not None and body.model != self._model:
             return Ending("rejected", unsupported_model(self._model, body.model))
         attempts = begun.attempt - begun.released
-        if attempts > (body.max_attempts if body.max_attempts is not None else self._config.max_attempts):
+        if attempts > self._max_attempts(body):
             message = f"{attempts - 1} engines ended while they ran this request"
             return Ending("failed", RequestError("poison", message), dead_letter="poison")
         return None
+
+    def _max_attempts(self, body: RequestBody | None) -> int:
+        given = None if body is None else body.max_attempts
+        return self._config.max_attempts if given is None else given
 
     async def _insist(self, action: Callable[[], Awaitable[_T]]) -> _T:
         """Repeat `action` while Redis is unavailable. Raises the error when the worker stops."""

@@ -89,6 +89,10 @@ class ShardKeys:
         return self._key("dlq")
 
     @property
+    def delayed(self) -> str:
+        return self._key("delay")
+
+    @property
     def engines(self) -> str:
         return self._key("engines")
 
@@ -102,7 +106,9 @@ class ShardKeys:
 
     def lasting(self) -> frozenset[str]:
         """The keys that may exist without a time to live."""
-        return frozenset((*self.streams, self.dead_letters, self.engines, self.heartbeats, self.statistics))
+        return frozenset(
+            (*self.streams, self.delayed, self.dead_letters, self.engines, self.heartbeats, self.statistics)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Lease:
         self._owner = owner
         self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
         self._renewed_at = float("-inf")
+        self._reap_from = float("-inf")
         self._pulse = -1
         self._is_late = False
 
@@ -48,6 +49,12 @@ class Lease:
     def is_fresh(self) -> bool:
         """Whether it was renewed lately enough to take something new."""
         return self._renewed_at + self._config.heartbeat_timeout_s / 2 >= time.monotonic()
+
+    @property
+    def may_reap(self) -> bool:
+        """Whether an old heartbeat of another engine means that it is dead. Not after Redis was away: then those of the
+        living are old too, and they need time to renew them."""
+        return time.monotonic() >= self._reap_from
 
     @property
     def was_renewed(self) -> bool:
@@ -79,6 +86,8 @@ class Lease:
         for reply in await scripts.run(self._client, calls):
             if isinstance(reply, BaseException):
                 raise reply
+        if self.was_renewed and not self.is_fresh:
+            self._reap_from = started + self._config.heartbeat_timeout_s
         self._pulse = pulse
         self._is_late = False
         self._renewed_at = started

@@ -43,7 +43,8 @@ class LiveRequest:
     """One owned request. `body` is None where it could not be read; such a request is only refused.
 
     `stopping`: how it will end once the engine has let it go. `detached`: what the engine still says does not count any
-    more. `published`: events that the server has. `expires_at`, `flushed_at`: seconds of the monotonic clock.
+    more. `published`: events that the server has; `has_told_tokens`: it knows that there are tokens. `expires_at`,
+    `flushed_at`: seconds of the monotonic clock.
     """
 
     entry: Entry
@@ -55,6 +56,7 @@ class LiveRequest:
     ending: Ending | None = None
     stopping: Ending | None = None
     detached: bool = False
+    has_told_tokens: bool = False
     prompt_tokens: int = 0
     expires_at: float = float("inf")
     transcript: Transcript = field(default_factory=Transcript)
@@ -183,10 +185,17 @@ class LiveRequest:
         """The script call that brings the server up to date; None where it is."""
         events = self._events[self.published - self.begun.seq :]
         if self.ending is None:
-            if not events:
+            if not events and (self.has_told_tokens or not self.has_tokens):
                 return None
-            begun = self.begun
-            return scripts.append(self.entry.shard, self.request_id, self.owner, begun.attempt, self.published, events)
+            return scripts.append(
+                self.entry.shard,
+                self.request_id,
+                self.owner,
+                self.begun.attempt,
+                self.published,
+                events,
+                has_tokens=self.has_tokens,
+            )
         return scripts.finish(
             self.entry,
             self.request_id,

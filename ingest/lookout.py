@@ -11,6 +11,7 @@ Several engines look at the same entries; the first one that does counts.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,8 @@ _log = structlog.get_logger(__name__)
 
 
 class Lookout:
-    """Looks at one shard for engine `owner` while `is_full()`. `on_given`: entries that a sweep gave to this engine,
-    which are to be ended."""
+    """Looks at one shard for engine `owner` while `is_full()`. `may_reap()`: whether an old heartbeat means death.
+    `on_given`: entries that were given to this engine only to be ended."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Lookout:
         config: QueueConfig,
         *,
         is_full: Callable[[], bool],
+        may_reap: Callable[[], bool],
         on_given: Callable[[Entry], None],
     ) -> None:
         self._shard = shard
@@ -56,6 +58,7 @@ class Lookout:
         self._client = client
         self._config = config
         self._is_full = is_full
+        self._may_reap = may_reap
         self._on_given = on_given
         self._admission = scripts.Admission.of(config)
         self._keeping = scripts.Keeping.of(config)
@@ -147,16 +150,23 @@ class Lookout:
 
     async def _sweep(self) -> None:
         """End what waits for too long, or was cancelled by hand, whether there is room or not."""
-        first = 0
+        first, reap_at = 0, 0.0
         while True:
             await asyncio.sleep(self._config.poll_ms / 1000)
-            call = scripts.sweep(self._shard, self._owner, first=first, count=SWEEP, keeping=self._keeping)
+            calls = [scripts.sweep(self._shard, self._owner, first=first, count=SWEEP, keeping=self._keeping)]
+            if self._is_full() and time.monotonic() >= reap_at and self._may_reap():
+                reap_at = time.monotonic() + self._config.heartbeat_timeout_s / 3
+                timeout_ms = int(self._config.heartbeat_timeout_s * 1000)
+                calls += [scripts.reap(self._shard, self._owner, timeout_ms=timeout_ms, count=PAGE, ending_only=True)]
             try:
-                first, given = await scripts.run_one(self._client, call)
+                replies = await scripts.run(self._client, calls)
+                for reply in replies:
+                    if isinstance(reply, BaseException):
+                        raise reply
             except (RedisError, OSError) as error:
                 if not is_unavailable(error):
                     _log.warning("waiting requests could not be looked at", reason=str(error))
                 continue
-            for stream, entry_id, flat in given:
-                fields = dict(zip(flat[::2], flat[1::2], strict=True))
-                self._on_given(Entry(self._shard, stream, entry_id, fields))
+            first, given = replies[0]
+            for entry in scripts.read_given(self._shard, [*given, *(replies[1] if len(replies) > 1 else ())]):
+                self._on_given(entry)

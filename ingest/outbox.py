@@ -156,6 +156,7 @@ class Outbox:
         reply = scripts.WriteReply.read(raw)
         if reply.status == "ok":
             live.published = reply.seq
+            live.has_told_tokens = live.has_told_tokens or call.has_tokens
             if call.name == "finish":
                 self._due.pop(live, None)
                 self._on_end(live, "written")

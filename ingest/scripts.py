@@ -27,7 +27,8 @@ GRACE_MS = 3_600_000  # how long keys of a live request outlast its deadline
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "submit": ("waiting", "admission"),
     "accept": ("waiting", "admission"),
-    "begin": ("waiting",),
+    "begin": ("waiting", "suspicion"),
+    "reap": ("suspicion",),
     "cancel": ("waiting",),
     "release": ("waiting",),
     "sweep": ("waiting",),
@@ -50,11 +51,12 @@ def script(name: str) -> Script:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a script. `keys` all lie in one slot."""
+    """One call of a script. `keys` all lie in one slot. `has_tokens`: it tells that a request has tokens."""
 
     name: str
     keys: tuple[str, ...]
     args: tuple[str | bytes | int, ...]
+    has_tokens: bool = False
 
 
 async def run(client: Client, calls: Sequence[Call]) -> list[Any]:
@@ -204,7 +206,8 @@ def sweep(shard: ShardKeys, owner: str, *, first: int, count: int, keeping: Keep
 
 @dataclass(frozen=True, slots=True)
 class BeginReply:
-    """Where a request stands that this engine now owns. Times are ms of the server's clock."""
+    """Where a request stands that this engine now owns. Times are ms of the server's clock. `alone`: nothing is to run
+    beside it, until it has a token (1) or until its end (2)."""
 
     attempt: int
     released: int
@@ -214,17 +217,30 @@ class BeginReply:
     deadline: int
     now: int
     cancelled: bool
+    alone: int = 0
 
     @classmethod
-    def read(cls, reply: list[bytes]) -> BeginReply | Literal["lost", "duplicate", "ended"]:
+    def read(cls, reply: list[bytes]) -> BeginReply | Literal["lost", "duplicate", "ended", "suspect"]:
         if reply[0] != b"ok":
             return reply[0].decode()  # type: ignore[return-value]
         attempt, released, seq, seed, created, deadline, now = (int(number) for number in reply[1:8])
-        return cls(attempt, released, seq, seed, created, deadline, now, reply[8] == b"1")
+        return cls(attempt, released, seq, seed, created, deadline, now, reply[8] == b"1", int(reply[9] or 0))
 
 
-def begin(entry: Entry, owner: str, request_id: str, *, ttl_ms: int, tenant: str, seed: int, tokens: int = 0) -> Call:
-    """Become the owner of a delivered entry. `ttl_ms`, `tenant` and `tokens` count for an entry without a record."""
+def begin(
+    entry: Entry,
+    owner: str,
+    request_id: str,
+    *,
+    ttl_ms: int,
+    tenant: str,
+    seed: int,
+    tokens: int = 0,
+    max_attempts: int = 3,
+    alone: bool = False,
+) -> Call:
+    """Become the owner of a delivered entry. `ttl_ms`, `tenant` and `tokens` count for an entry without a record.
+    `alone`: nothing will run beside it, so it may be one that has ended an engine."""
     shard = entry.shard
     return Call(
         "begin",
@@ -237,7 +253,10 @@ def begin(entry: Entry, owner: str, request_id: str, *, ttl_ms: int, tenant: str
             shard.waiting,
             shard.load,
         ),
-        (GROUP, entry.entry_id, owner, request_id, ttl_ms, tenant, entry.stream, seed, GRACE_MS, tokens),
+        (
+            *(GROUP, entry.entry_id, owner, request_id, ttl_ms, tenant, entry.stream, seed, GRACE_MS, tokens),
+            *(max_attempts, "1" if alone else "0"),
+        ),
     )
 
 
@@ -257,12 +276,22 @@ class WriteReply:
         return cls(status, seq, bool(cancel), bool(expired))  # type: ignore[arg-type]
 
 
-def append(shard: ShardKeys, request_id: str, owner: str, attempt: int, offset: int, events: Sequence[bytes]) -> Call:
-    """Publish events number offset + 1, offset + 2 ... of a running request."""
+def append(
+    shard: ShardKeys,
+    request_id: str,
+    owner: str,
+    attempt: int,
+    offset: int,
+    events: Sequence[bytes],
+    *,
+    has_tokens: bool = False,
+) -> Call:
+    """Publish events number offset + 1, offset + 2 ... of a running request. `has_tokens`: something was generated."""
     return Call(
         "append",
         (shard.record(request_id), shard.events(request_id)),
-        (owner, attempt, offset, shard.channel(request_id), GRACE_MS, *events),
+        (owner, attempt, offset, shard.channel(request_id), GRACE_MS, "1" if has_tokens else "0", *events),
+        has_tokens,
     )
 
 
@@ -317,9 +346,34 @@ def renew(shard: ShardKeys, owner: str, description: bytes) -> Call:
     return Call("renew", (shard.heartbeats, shard.engines), (owner, description))
 
 
-def reap(shard: ShardKeys, stream: int, owner: str, *, timeout_ms: int, count: int) -> Call:
-    """Take over entries of engines without a fresh heartbeat; replies entries, as XRANGE does."""
-    return Call("reap", (shard.streams[stream], shard.heartbeats), (GROUP, owner, timeout_ms, count))
+def reap(
+    shard: ShardKeys,
+    owner: str,
+    *,
+    timeout_ms: int,
+    count: int,
+    retry_delay_ms: int = 0,
+    old_beats_count: bool = True,
+    ending_only: bool = False,
+) -> Call:
+    """Take over entries of engines without a fresh heartbeat, and delayed ones that are due, `count` at most. Replies
+    [[stream, entry id, fields], ...].
+
+    `retry_delay_ms`: how long what may have ended its engine waits for its first retry. `old_beats_count`: whether a
+    heartbeat that is old means death, or only one that is away. `ending_only`: only what is cancelled or past its
+    deadline, which an engine without room can end too.
+    """
+    keys = (shard.heartbeats, shard.delayed, *shard.streams)
+    how = (retry_delay_ms, "1" if old_beats_count else "0", "1" if ending_only else "0")
+    return Call("reap", keys, (GROUP, owner, timeout_ms, count, shard.base, *how))
+
+
+def read_given(shard: ShardKeys, reply: Sequence[Any]) -> list[Entry]:
+    """The entries in a reply of `reap` or `sweep`."""
+    return [
+        Entry(shard, stream, entry_id, dict(zip(flat[::2], flat[1::2], strict=True)))
+        for stream, entry_id, flat in reply
+    ]
 
 
 def retire(shard: ShardKeys, owner: str) -> Call:

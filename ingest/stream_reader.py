@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,12 +19,14 @@ from pagemill.ingest.keys import GROUP, PRIORITIES, ShardKeys
 from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lost, is_unavailable
 
 _PAGE = 100
+REAP_S = 1.0
 
 _log = structlog.get_logger(__name__)
 
 
 class StreamReader:
     """Reads entries as consumer `owner`. `beat` is awaited before the groups are (re)made, hence before any delivery.
+    `may_reap()`: whether an old heartbeat of another engine means that it is dead.
 
     A read must never be cancelled: the server would count its entry as delivered and nobody would have it.
     """
@@ -35,6 +38,7 @@ class StreamReader:
         client: Client,
         config: QueueConfig,
         beat: Callable[[], Awaitable[None]],
+        may_reap: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shard = shard
@@ -42,6 +46,7 @@ class StreamReader:
         self._client = client
         self._config = config
         self._beat = beat
+        self._may_reap = may_reap
         self._clock = clock
         self._blocking = connect_blocking(config.redis_url, owner)
         self._grouped = False
@@ -103,7 +108,7 @@ class StreamReader:
             if entries:
                 return entries
             # Several engines look at different moments, so that the entries of a dead one are spread over them.
-            self._reap_at = self._clock() + self._config.heartbeat_timeout_s / 3
+            self._reap_at = self._clock() + min(REAP_S, self._config.heartbeat_timeout_s / 3) * random.uniform(0.5, 1.0)
         async with asyncio.timeout(self._config.block_ms / 1000 + 5):
             reply: Any = await self._blocking.xreadgroup(
                 GROUP, self._owner, dict.fromkeys(self._shard.streams, ">"), count=1, block=self._config.block_ms
@@ -138,20 +143,17 @@ class StreamReader:
         return entries
 
     async def _reap(self) -> list[Entry]:
-        calls = [
-            scripts.reap(
-                self._shard, stream, self._owner, timeout_ms=int(self._config.heartbeat_timeout_s * 1000), count=1
-            )
-            for stream in range(PRIORITIES)
-        ]
-        entries: list[Entry] = []
-        for stream, reply in enumerate(await scripts.run(self._client, calls)):
-            if isinstance(reply, BaseException):
-                raise reply
-            for entry_id, flat in reply:
-                fields = dict(zip(flat[::2], flat[1::2], strict=True))
-                entries.append(Entry(self._shard, stream, entry_id, fields))
-                _log.info("entry of a dead engine taken over", stream=stream, entry=entry_id.decode())
+        call = scripts.reap(
+            self._shard,
+            self._owner,
+            timeout_ms=int(self._config.heartbeat_timeout_s * 1000),
+            count=PRIORITIES,
+            retry_delay_ms=self._config.retry_delay_ms,
+            old_beats_count=self._may_reap(),
+        )
+        entries = scripts.read_given(self._shard, await scripts.run_one(self._client, call))
+        for entry in entries:
+            _log.info("entry taken over", stream=entry.stream, entry=entry.entry_id.decode())
         return entries
 
     def _entries(self, reply: list[Any]) -> list[Entry]:

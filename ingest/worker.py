@@ -24,7 +24,7 @@ import socket
 import time
 from collections.abc import Coroutine, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import structlog
 from redis.exceptions import RedisError
@@ -41,6 +41,7 @@ from pagemill.ingest.leases import Lease
 from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
 from pagemill.ingest.lookout import Lookout
 from pagemill.ingest.outbox import Outbox, Outcome
+from pagemill.ingest.quarantine import Quarantine
 from pagemill.ingest.redis import Client, connect_commands, is_unavailable, wait_for_server
 from pagemill.ingest.schema import RequestBody
 from pagemill.ingest.stream_reader import StreamReader
@@ -69,6 +70,7 @@ class Worker:
         self._outbox = Outbox(self._client, config, on_cancel=self._on_cancel, on_end=self._on_end)
         self._live: dict[str, LiveRequest] = {}
         self._taken: set[tuple[str, bytes]] = set()
+        self._quarantine = Quarantine(self._take, is_empty=lambda: not self._live, run_alone=self._run_alone)
         self._readers: dict[ShardKeys, StreamReader] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Semaphore(MAX_STARTING)
@@ -100,7 +102,7 @@ class Worker:
                 return
             death = asyncio.create_task(self._engine.wait_for_death())
             stopping = asyncio.create_task(self._stopping.wait())
-            loops = [self._outbox.run(), self._lease.run(), self._watch()]
+            loops = [self._outbox.run(), self._lease.run(), self._watch(), self._quarantine.run()]
             loops += [self._lookout(shard).run() for shard in self._keys.shards]
             tasks = [death, stopping, *map(asyncio.create_task, loops)]
             readers = [asyncio.create_task(self._read(shard)) for shard in self._keys.shards]
@@ -135,6 +137,7 @@ class Worker:
 
     async def _drain(self, readers: list[asyncio.Task[None]], death: asyncio.Task[EngineDeadError]) -> None:
         async def finished() -> None:
+            self._quarantine.open()
             await asyncio.gather(*readers)
             await asyncio.gather(*self._serving)
             await self._empty.wait()
@@ -217,7 +220,9 @@ class Worker:
     # -- entries -------------------------------------------------------------------------------------------------
 
     async def _read(self, shard: ShardKeys) -> None:
-        reader = self._readers[shard] = StreamReader(shard, self.owner, self._client, self._config, self._lease.renew)
+        reader = self._readers[shard] = StreamReader(
+            shard, self.owner, self._client, self._config, self._lease.renew, lambda: self._lease.may_reap
+        )
         try:
             while await self._wait_for_room():
                 for entry in await reader.read():
@@ -247,13 +252,15 @@ class Worker:
             self._client,
             self._config,
             is_full=is_full,
+            may_reap=lambda: self._lease.may_reap,
             on_given=on_given,
         )
 
     async def _wait_for_room(self) -> bool:
         """Wait until something new may be taken. False: the worker stops."""
         while not self._stopping.is_set():
-            if self.ready.is_set() and not self._lease.is_fresh:
+            is_late = self.ready.is_set() and not self._lease.is_fresh
+            if is_late or not self._quarantine.is_clear:
                 await asyncio.sleep(0.05)
             elif self._engine.has_room():
                 return True
@@ -265,10 +272,28 @@ class Worker:
         return False
 
     async def _serve(self, entry: Entry) -> None:
-        live: LiveRequest | None = None
         try:
-            live = await self._intake.take(entry)
-            if live is not None:
+            async with self._quarantine.passing():
+                live = await self._take(entry)
+            if live == "suspect":
+                self._quarantine.add(entry)
+        finally:
+            self._starting.release()
+
+    async def _run_alone(self, entry: Entry) -> None:
+        """Serve a suspect, and return once it needs not be alone any more."""
+        live = await self._take(entry, alone=True)
+        while isinstance(live, LiveRequest) and self._live.get(live.request_id) is live:
+            if live.has_told_tokens and live.begun.alone < 2:
+                break
+            await asyncio.sleep(0.01)
+
+    async def _take(self, entry: Entry, *, alone: bool = False) -> LiveRequest | Literal["suspect"] | None:
+        """Own an entry and start its request. What goes wrong with it is seen to here."""
+        live: LiveRequest | Literal["suspect"] | None = None
+        try:
+            live = await self._intake.take(entry, alone=alone)
+            if isinstance(live, LiveRequest):
                 self._live[live.request_id] = live
                 self._empty.clear()
                 await self._start(live)
@@ -278,16 +303,16 @@ class Worker:
             name = entry.entry_id.decode()
             if isinstance(error, RedisError | OSError) and is_unavailable(error):  # and this worker stops
                 _log.warning("entry left to others", entry=name, reason=str(error))
-                return
-            _log.error("entry cannot be served", entry=name, reason=str(error), exc_info=error)
-            if live is not None:
-                self._outbox.drop(live, str(error), "refused")
             else:
-                await self._intake.bury(entry, UnreadableEntry("refused", str(error)))
+                _log.error("entry cannot be served", entry=name, reason=str(error), exc_info=error)
+                if isinstance(live, LiveRequest):
+                    self._outbox.drop(live, str(error), "refused")
+                else:
+                    await self._intake.bury(entry, UnreadableEntry("refused", str(error)))
         finally:
-            self._starting.release()
             if live is None:
                 self._taken.discard((entry.stream_key, entry.entry_id))
+        return live
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -351,6 +376,7 @@ class Worker:
             del self._live[live.request_id]
         if not self._live:
             self._empty.set()
+            self._quarantine.notice()
         if outcome == "written":
             self.finished += 1
             return

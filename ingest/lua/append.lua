@@ -1,18 +1,23 @@
 -- Publishes events of a running request. Fenced by owner, attempt and offset; repeating the call changes nothing.
 -- KEYS 1 record, 2 events
--- ARGV 1 owner, 2 attempt, 3 offset: events before these, 4 channel, 5 grace ms, 6... events as JSON
+-- ARGV 1 owner, 2 attempt, 3 offset: events before these, 4 channel, 5 grace ms, 6 "1": it has a token, so that what it is
+--      did not end the engine, 7... events as JSON
 -- Replies one line, since this is called for every flush of every request: "ok <seq> <cancel> <expired>" "gap <seq>"
 -- "stale" "gone"
 local now = server_ms()
-local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'deadline')
+local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'deadline', 'progress', 'alone')
 if not record[1] then return redis.status_reply('gone') end
 if record[1] ~= 'running' or record[2] ~= ARGV[1] or record[3] ~= ARGV[2] then return redis.status_reply('stale') end
 
 local seq, offset = tonumber(record[4]), tonumber(ARGV[3])
 if seq < offset then return redis.status_reply('gap ' .. seq) end
 local first = seq
-seq = publish(KEYS[2], ARGV[4], seq, offset, 6)
+seq = publish(KEYS[2], ARGV[4], seq, offset, 7)
 if seq > first then redis.call('HSET', KEYS[1], 'seq', seq) end
+if ARGV[6] == '1' and record[7] ~= ARGV[2] then
+  redis.call('HSET', KEYS[1], 'progress', ARGV[2])
+  if record[8] == '1' then redis.call('HSET', KEYS[1], 'alone', '') end
+end
 if first == 0 and seq > 0 then
   redis.call('PEXPIREAT', KEYS[2], math.max(tonumber(record[6]), now) + tonumber(ARGV[5]))
 end

@@ -1,15 +1,18 @@
 -- Makes one engine the owner of an entry that was delivered to it. Repeating the call changes nothing.
 -- KEYS 1 record, 2 events, 3 input stream, 4 dead letters, 5 statistics, 6 waiting, 7 load
 -- ARGV 1 group, 2 entry, 3 owner, 4 request id, 5 ttl ms (of a request without a record), 6 tenant (same), 7 stream number,
---      8 seed (kept if none is kept yet), 9 grace ms, 10 prompt tokens (of a request without a record)
--- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel}
---         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed
+--      8 seed (kept if none is kept yet), 9 grace ms, 10 prompt tokens (of a request without a record),
+--      11 attempts at most, 12 "1": it will run alone
+-- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel, alone}
+--         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed,
+--         {"suspect"}: it may have ended its last engine, and has to run alone
 local now = server_ms()
 local entry, owner, grace = ARGV[2], ARGV[3], tonumber(ARGV[9])
 
 if not is_pending(KEYS[3], ARGV[1], entry, owner) then return {'lost'} end
 
-local record = redis.call('HMGET', KEYS[1], 'state', 'entry', 'stream', 'owner', 'tokens', 'tenant')
+local record = redis.call('HMGET', KEYS[1], 'state', 'entry', 'stream', 'owner', 'tokens', 'tenant', 'attempt',
+  'progress', 'alone', 'crashes', 'released', 'cancel', 'deadline')
 local state = record[1]
 if state and (record[2] ~= entry or record[3] ~= ARGV[7]) then
   -- Another entry has this id. Its events are the id's events: nothing may be published here.
@@ -29,16 +32,25 @@ if not state then
     'priority', ARGV[7], 'tenant', ARGV[6], 'created', created, 'deadline', created + tonumber(ARGV[5]),
     'tokens', ARGV[10])
 end
-if record[5] then uncount(KEYS[6], KEYS[7], ARGV[4], ARGV[7], entry, record[5], record[6]) end
 if state ~= 'running' or record[4] ~= owner then
+  if state then
+    local alone, burns, crashes = suspicion({state, record[7], record[8], record[9], record[10]})
+    local burnt = tonumber(record[7]) - tonumber(record[11])
+    if state == 'running' and not burns then burnt = burnt - 1 end
+    local runs = record[12] ~= '1' and now <= tonumber(record[13]) and burnt < tonumber(ARGV[11])
+    if alone ~= '' and ARGV[12] ~= '1' and runs then return {'suspect'} end
+    if state == 'running' and not burns then redis.call('HINCRBY', KEYS[1], 'released', 1) end
+    redis.call('HSET', KEYS[1], 'alone', alone, 'crashes', crashes)
+  end
   redis.call('HINCRBY', KEYS[1], 'attempt', 1)
   redis.call('HSET', KEYS[1], 'state', 'running', 'owner', owner)
   redis.call('HSETNX', KEYS[1], 'seed', ARGV[8])
   redis.call('HSETNX', KEYS[1], 'started', now)
   redis.call('HINCRBY', KEYS[5], 'begun', 1)
 end
-local r = redis.call('HMGET', KEYS[1], 'attempt', 'released', 'seq', 'seed', 'created', 'deadline', 'cancel')
+if record[5] then uncount(KEYS[6], KEYS[7], ARGV[4], ARGV[7], entry, record[5], record[6]) end
+local r = redis.call('HMGET', KEYS[1], 'attempt', 'released', 'seq', 'seed', 'created', 'deadline', 'cancel', 'alone')
 local expiry = math.max(tonumber(r[6]), now) + grace
 redis.call('PEXPIREAT', KEYS[1], expiry)
 if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('PEXPIREAT', KEYS[2], expiry) end
-return {'ok', r[1], r[2], r[3], r[4], r[5], r[6], tostring(now), r[7] or '0'}
+return {'ok', r[1], r[2], r[3], r[4], r[5], r[6], tostring(now), r[7] or '0', r[8] or ''}

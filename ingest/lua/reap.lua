@@ -1,31 +1,88 @@
--- Takes over entries whose consumer has no fresh heartbeat, and removes dead consumers that hold nothing any more.
--- KEYS 1 input stream, 2 heartbeats
--- ARGV 1 group, 2 owner, 3 heartbeat timeout ms, 4 entries at most
--- Replies the entries taken, as XRANGE does
+-- Takes over entries whose consumer has no fresh heartbeat, and delayed ones that are due; removes dead consumers that
+-- hold nothing any more. What may have ended its engine is first put aside for a while.
+-- KEYS 1 heartbeats, 2 delayed entries, 3... input streams by priority
+-- ARGV 1 group, 2 owner, 3 heartbeat timeout ms, 4 entries at most, 5 key base, 6 first retry's delay ms,
+--      7 "1": old heartbeats count (else only consumers without one: those have left),
+--      8 "1": only entries that are to end at once, being cancelled or past their deadline
+-- Replies the entries taken: {stream number, entry, {fields}} each
 local now = server_ms()
-local left = tonumber(ARGV[4])
+local group, owner, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
+local ending_only = ARGV[8] == '1'
+local DELAYED = 'delayed' -- the consumer that holds what waits for its next attempt
+local MAX_DELAY_MS = 30000
 local taken = {}
-for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
-  local consumer = {}
-  for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
-  local beat = redis.call('ZSCORE', KEYS[2], consumer.name)
-  if consumer.name ~= ARGV[2] and (not beat or tonumber(beat) < now - tonumber(ARGV[3])) then
-    if consumer.pending > 0 and left > 0 then
-      local pending = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', left, consumer.name)
-      for _, item in ipairs(pending) do
-        -- JUSTID would not tell an entry that was deleted while pending from one that is there.
-        local claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, item[1])
-        if claimed[1] and claimed[1][2] then
-          taken[#taken + 1] = claimed[1]
-          left = left - 1
-        else
-          redis.call('XACK', KEYS[1], ARGV[1], item[1])
+
+local function take(stream, entry)
+  -- JUSTID would not tell an entry that was deleted while pending from one that is there.
+  local claimed = redis.call('XCLAIM', KEYS[3 + stream], group, owner, 0, entry)
+  if claimed[1] and claimed[1][2] then
+    taken[#taken + 1] = {stream, entry, claimed[1][2]}
+    left = left - 1
+  else
+    redis.call('XACK', KEYS[3 + stream], group, entry)
+  end
+end
+
+local function field_of(fields, name)
+  for i = 1, #fields, 2 do
+    if fields[i] == name then return fields[i + 1] end
+  end
+end
+
+-- When an entry's next attempt is due, in server ms: now, or later if it may have ended an engine.
+local function due_at(r)
+  local alone, burns = suspicion(r)
+  if alone == '' or not burns then return now end
+  local burnt = math.min(tonumber(r[2]) - tonumber(r[6]), 16)
+  local delay = math.min(tonumber(ARGV[6]) * 2 ^ (burnt - 1), MAX_DELAY_MS)
+  local jitter = 0.75 + (tonumber(redis.call('TIME')[2]) % 1000) / 2000
+  return math.min(now + math.floor(delay * jitter), tonumber(r[7]))
+end
+
+local function look_at(stream, entry)
+  local found = redis.call('XRANGE', KEYS[3 + stream], entry, entry)[1]
+  local id = found and field_of(found[2], 'id')
+  local r = id and redis.pcall('HMGET', ARGV[5] .. 'req:' .. id, 'state', 'attempt', 'progress', 'alone', 'crashes',
+    'released', 'deadline', 'cancel', 'entry', 'stream')
+  if not r or r.err or not r[7] or r[9] ~= entry or r[10] ~= tostring(stream) then
+    -- Nothing is known of it, or it is gone: `begin` says what becomes of it.
+    if not ending_only or not found then take(stream, entry) end
+    return
+  end
+  if r[8] == '1' or now > tonumber(r[7]) then return take(stream, entry) end
+  if ending_only then return end
+  local due = due_at(r)
+  if due <= now then return take(stream, entry) end
+  redis.call('XCLAIM', KEYS[3 + stream], group, DELAYED, 0, entry, 'JUSTID')
+  redis.call('ZADD', KEYS[2], due, stream .. ' ' .. entry)
+end
+
+if left > 0 and not ending_only then
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, left)) do
+    local stream, entry = string.match(member, '^(%d) (%S+)$')
+    if is_pending(KEYS[3 + tonumber(stream)], group, entry, DELAYED) then take(tonumber(stream), entry) end
+    redis.call('ZREM', KEYS[2], member)
+  end
+end
+
+for stream = 0, #KEYS - 3 do
+  local key = KEYS[3 + stream]
+  local consumers = redis.pcall('XINFO', 'CONSUMERS', key, group)
+  for _, info in ipairs(consumers.err and {} or consumers) do
+    local consumer = {}
+    for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
+    local beat = redis.call('ZSCORE', KEYS[1], consumer.name)
+    local is_dead = not beat or ARGV[7] == '1' and tonumber(beat) < now - tonumber(ARGV[3])
+    if consumer.name ~= owner and is_dead then
+      if consumer.pending > 0 and left > 0 then
+        for _, item in ipairs(redis.call('XPENDING', key, group, '-', '+', math.max(left, 16), consumer.name)) do
+          if left > 0 and not (consumer.name == DELAYED and redis.call('ZSCORE', KEYS[2], stream .. ' ' .. item[1])) then
+            look_at(stream, item[1])
+          end
         end
       end
-    end
-    -- Deleting a consumer throws its pending entries away, so only one that has none.
-    if holds_nothing(KEYS[1], ARGV[1], consumer.name) then
-      redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
+      -- Deleting a consumer throws its pending entries away, so only one that has none.
+      if holds_nothing(key, group, consumer.name) then redis.call('XGROUP', 'DELCONSUMER', key, group, consumer.name) end
     end
   end
 end

@@ -36,12 +36,14 @@ class Engine:
         ((stream, ((entry_id, fields),)),) = reply
         return Entry(SHARD, SHARD.streams.index(stream.decode()), entry_id, fields)
 
-    async def begin(self, entry: Entry, request_id: str = "a", seed: int = 7) -> scripts.BeginReply | str:
-        call = scripts.begin(entry, self.owner, request_id, ttl_ms=60_000, tenant="default", seed=seed)
+    async def begin(
+        self, entry: Entry, request_id: str = "a", seed: int = 7, **options: Any
+    ) -> scripts.BeginReply | str:
+        call = scripts.begin(entry, self.owner, request_id, ttl_ms=60_000, tenant="default", seed=seed, **options)
         return scripts.BeginReply.read(await self.call(call))
 
     async def append(self, attempt: int, offset: int, events: list[bytes], request_id: str = "a") -> scripts.WriteReply:
-        call = scripts.append(SHARD, request_id, self.owner, attempt, offset, events)
+        call = scripts.append(SHARD, request_id, self.owner, attempt, offset, events, has_tokens=len(events) > 0)
         return scripts.WriteReply.read(await self.call(call))
 
     def finish_call(self, entry: Entry, attempt: int, offset: int, state: str, **options: Any) -> scripts.Call:
@@ -67,6 +69,10 @@ class Engine:
         self, entry: Entry, attempt: int, offset: int, state: str = "completed", **options: Any
     ) -> scripts.WriteReply:
         return scripts.WriteReply.read(await self.call(self.finish_call(entry, attempt, offset, state, **options)))
+
+    async def reap(self, count: int = 9, timeout_ms: int = 60_000, **options: Any) -> list[Entry]:
+        call = scripts.reap(SHARD, self.owner, timeout_ms=timeout_ms, count=count, **options)
+        return scripts.read_given(SHARD, await self.call(call))
 
     async def beat(self) -> None:
         await self.call(scripts.renew(SHARD, self.owner, b"{}"))
@@ -214,10 +220,9 @@ def test_a_writer_that_was_taken_over_can_write_nothing(on_queue: Any) -> None:
         entry = await zombie.take()
         await zombie.begin(entry)
         await zombie.append(1, 0, [delta(1)])
-        assert await heir.call(scripts.reap(SHARD, 1, "heir", timeout_ms=60_000, count=9)) == []
+        assert await heir.reap() == []
         await client.zrem(SHARD.heartbeats, "zombie")
-        ((entry_id, _),) = await heir.call(scripts.reap(SHARD, 1, "heir", timeout_ms=60_000, count=9))
-        assert entry_id == entry.entry_id
+        assert await heir.reap() == [entry]
         begun = await heir.begin(entry)
         assert isinstance(begun, scripts.BeginReply)
         assert (begun.attempt, begun.seq, begun.seed) == (2, 1, 7)
@@ -397,7 +402,7 @@ def test_releasing_burns_no_attempt(on_queue: Any) -> None:
         assert (await engine.append(1, 1, [delta(2)])).status == "stale"
         await engine.call(scripts.retire(SHARD, "e1"))
         assert [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)] == [b"e1"]
-        adopted = await heir.call(scripts.reap(SHARD, 1, "e2", timeout_ms=60_000, count=9))
+        adopted = await heir.reap()
         assert len(adopted) == 1
         begun = await heir.begin(entry)
         assert isinstance(begun, scripts.BeginReply)
@@ -416,8 +421,8 @@ def test_adopting_is_bounded_and_passes_over_what_was_deleted(on_queue: Any) -> 
             await submit(client, f"r{number}")
             entry = await dead.take()
         await client.xdel(SHARD.streams[1], entry.entry_id)
-        first = await heir.call(scripts.reap(SHARD, 1, "heir", timeout_ms=60_000, count=2))
-        rest = await heir.call(scripts.reap(SHARD, 1, "heir", timeout_ms=60_000, count=2))
+        first = await heir.reap(count=2)
+        rest = await heir.reap(count=2)
         assert (len(first), len(rest)) == (2, 1)
         pending = await client.xpending(SHARD.streams[1], GROUP)
         assert pending["consumers"] == [{"name": b"heir", "pending": 3}]

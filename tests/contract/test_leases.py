@@ -1,0 +1,216 @@
+"""Engines that die of a request, hang, or take long: who runs again, how often, and beside whom. Tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import EngineDeadError
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.worker import Worker
+from tests.contract.conftest import TAG, Outside
+from tests.engine.tiny_models import CONFIGS, save_model
+
+FATAL = 13  # a prompt that begins so ends the engine
+BODY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 12, "flush_ms": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder: Path = save_model(CONFIGS["llama-gqa"](), tmp_path_factory.mktemp("tiny"))
+    return EngineConfig(
+        model=str(folder),
+        dtype="float32",
+        max_model_len=128,
+        num_blocks_override=65,
+        threads=1,
+        skip_tokenizer_init=True,
+    )
+
+
+def prompt(number: int) -> dict[str, Any]:
+    return {**BODY, "prompt_token_ids": [20 + number, 21, 22, 23]}
+
+
+class Steps:
+    """A hold on an engine's steps."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.step = engine._parts.core.step
+        self.requests = engine._parts.core.scheduler.requests
+        self.go = threading.Event()
+        self.go.set()
+        self.held = threading.Event()
+        engine._parts.core.step = self  # type: ignore[method-assign]
+
+    def __call__(self) -> Any:
+        if any(request.prompt_token_ids[0] == FATAL for request in self.requests()):
+            raise RuntimeError("the device is gone")
+        if not self.go.is_set():
+            self.held.set()
+            self.go.wait(60)
+        return self.step()
+
+
+class Supervisor:
+    """Starts an engine, and another one when it has died, as a process manager would."""
+
+    def __init__(self, tiny: EngineConfig, config: QueueConfig) -> None:
+        self.deaths = 0
+        self._tiny, self._config = tiny, config
+        self._task = asyncio.create_task(self._run())
+        self._worker: Worker | None = None
+
+    async def _run(self) -> None:
+        while True:
+            engine = await AsyncEngine.create(self._tiny)
+            Steps(engine)
+            self._worker = Worker(engine, self._config)
+            try:
+                await self._worker.run()
+                return
+            except EngineDeadError:
+                self.deaths += 1
+            finally:
+                await engine.stop()
+
+    async def stop(self) -> None:
+        assert self._worker is not None
+        self._worker.stop()
+        await self._task
+
+
+async def alone(tiny: EngineConfig, config: QueueConfig, numbers: range) -> dict[int, list[int]]:
+    """The tokens of some prompts, undisturbed."""
+    outside = Outside(config.redis_url, "quiet")
+    engine = await AsyncEngine.create(tiny)
+    worker = Worker(engine, config.replace(queue="quiet"))
+    task = asyncio.create_task(worker.run())
+    for number in numbers:
+        await outside.add(f"r{number}", prompt(number))
+    tokens = {}
+    for number in numbers:
+        await outside.done(f"r{number}")
+        tokens[number] = await outside.token_ids(f"r{number}")
+    worker.stop()
+    await task
+    await engine.stop()
+    await outside.aclose()
+    return tokens
+
+
+def test_a_request_that_ends_its_engine_is_found_among_healthy_ones(
+    play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
+) -> None:
+    config = queue_config.replace(retry_delay_ms=20)
+
+    async def scenario() -> None:
+        expected = await alone(tiny, config, range(12))
+        # Four have tokens when the fatal one comes, four come with it.
+        long = {"max_tokens": 100}
+        for number in range(8, 12):
+            await outside.add(f"r{number}", {**prompt(number), **long})
+        supervisor = Supervisor(tiny, config)
+        for number in range(8, 12):
+            await outside.first_delta(f"r{number}")
+        for number in range(4):
+            await outside.add(f"r{number}", prompt(number))
+        await outside.add("fatal", {**BODY, "prompt_token_ids": [FATAL, 1, 2]})
+        for number in range(4, 8):
+            await outside.add(f"r{number}", {**prompt(number), "max_attempts": 2})
+        done = await outside.done("fatal")
+        assert (done["state"], done["error"]["code"]) == ("failed", "poison")
+        assert supervisor.deaths == 3
+        for number in range(12):
+            assert (await outside.done(f"r{number}"))["state"] == "completed"
+            assert (await outside.token_ids(f"r{number}"))[:12] == expected[number]
+            fields = await outside.redis.hmget(f"{TAG}:req:r{number}", "attempt", "released")
+            # Bystanders burn nothing; who came with the fatal one was a suspect once.
+            assert int(fields[0]) - int(fields[1]) <= (1 if number >= 8 else 2)
+        ((_, letter),) = await outside.redis.xrange(f"{TAG}:dlq")
+        assert (letter[b"reason"], letter[b"id"]) == (b"poison", b"fatal")
+        await supervisor.stop()
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_a_hung_engine_loses_its_requests_and_drops_them_when_it_wakes(
+    play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
+) -> None:
+    config = queue_config.replace(heartbeat_timeout_s=0.4, retry_delay_ms=0)
+
+    async def scenario() -> None:
+        (expected,) = (await alone(tiny, config, range(1))).values()
+        hung, other = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
+        steps = Steps(hung)
+        first = Worker(hung, config)
+        tasks = [asyncio.create_task(first.run())]
+        await outside.add("a", {**prompt(0), "max_tokens": 100})
+        await outside.first_delta("a")
+        steps.go.clear()
+        await asyncio.to_thread(steps.held.wait, 10)
+        assert not any(item["type"] == "done" for item in await outside.events("a"))
+        second = Worker(other, config)
+        tasks.append(asyncio.create_task(second.run()))
+        done = await outside.done("a", timeout=20)
+        assert done["state"] == "completed" and done["attempt"] == 2
+        count = len(await outside.events("a"))
+        steps.go.set()
+        async with asyncio.timeout(10):
+            while first.num_live or hung.num_live:
+                await asyncio.sleep(0.01)
+        assert len(await outside.events("a")) == count
+        tokens = await outside.token_ids("a")
+        assert len(tokens) == 100 and tokens[:12] == expected
+        # Both are fit for the next request.
+        for number in range(4):
+            await outside.add(f"r{number}", prompt(number))
+        for number in range(4):
+            assert (await outside.done(f"r{number}"))["metrics"]["attempts"] == 1
+        for worker in (first, second):
+            worker.stop()
+        await asyncio.gather(*tasks)
+        await hung.stop()
+        await other.stop()
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_a_generation_of_many_leases_runs_once(
+    play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
+) -> None:
+    config = queue_config.replace(heartbeat_timeout_s=0.2, max_attempts=1)
+
+    async def scenario() -> None:
+        engines = [await AsyncEngine.create(tiny) for _ in range(2)]
+        for engine in engines:
+            step = engine._parts.core.step
+
+            def slow_step(step: Callable[[], Any] = step) -> Any:
+                threading.Event().wait(0.02)  # a device of that speed
+                return step()
+
+            engine._parts.core.step = slow_step  # type: ignore[method-assign]
+        workers = [Worker(engine, config) for engine in engines]
+        tasks = [asyncio.create_task(worker.run()) for worker in workers]
+        await outside.add("a", {**prompt(0), "max_tokens": 60})
+        done = await outside.done("a")
+        assert done["metrics"]["total_ms"] > 1000, "it did not last five leases"
+        assert done["metrics"]["attempts"] == 1
+        assert [item["type"] for item in await outside.events("a")].count("started") == 1
+        for worker in workers:
+            worker.stop()
+        await asyncio.gather(*tasks)
+        for engine in engines:
+            await engine.stop()
+
+    play(scenario())
