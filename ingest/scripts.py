@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
 
+import orjson
 from redis.exceptions import NoScriptError, ResponseError
 
+from pagemill.engine.errors import RequestError
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.keys import GROUP, ShardKeys
@@ -141,6 +143,10 @@ class SubmitReply:
         if status not in ("ok", "repeated", "attached", "conflict", "duplicate"):
             raise ResponseError(f"submit was answered {status[:64]!r}")
         return cls(status, request_id, reply[2].decode() if len(reply) > 2 else None)  # type: ignore[arg-type]
+
+    def refusal(self) -> RequestError:
+        """The error of a request that was "refused"."""
+        return RequestError(**orjson.loads(self.error or b"{}"))
 
 
 def submit(
@@ -389,3 +395,8 @@ def dead_letter(entry: Entry, owner: str, reason: str, message: str) -> Call:
         (entry.stream_key, shard.dead_letters, shard.statistics),
         (GROUP, entry.entry_id, owner, reason, message),
     )
+
+
+def letters(shard: ShardKeys, first: str, last: str, count: int) -> Call:
+    """Read dead letters; replies [[letter id, [name, value, ...]], ...]."""
+    return Call("letters", (shard.dead_letters,), (first, last, count))

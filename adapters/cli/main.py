@@ -22,6 +22,7 @@ _MODULES = {
     "submit": "client_commands",
     "watch": "client_commands",
     "cancel": "client_commands",
+    "dlq": "dlq_command",
     "bench": "bench",
     "doctor": "doctor",
     "config": "config_command",

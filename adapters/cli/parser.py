@@ -87,6 +87,7 @@ def make_parser() -> Parser:
     _serve(commands)
     _submit(commands)
     _watch(commands)
+    _dlq(commands)
     _bench(commands)
     _tools(commands)
     return parser
@@ -269,6 +270,27 @@ def _watch(commands: Any) -> None:
     parser = _new(commands, "cancel", "cancel a request, waiting or running")
     parser.add_argument("id", help="the request's id")
     _add_settings(parser, "queue", "process")
+
+
+def _dlq(commands: Any) -> None:
+    parser = _new(commands, "dlq", "dead letters: entries that nobody could answer, requests that ended their engines")
+    kinds = parser.add_subparsers(dest="dlq", metavar="ACTION", title="actions", required=True)
+    actions = {
+        "list": "list them, the oldest first",
+        "show": "print one with all of its fields",
+        "retry": "submit their requests again, under new ids, and remove them",
+        "purge": "remove them",
+    }
+    for name, summary in actions.items():
+        action = _new(kinds, name, summary)
+        if name == "show":
+            action.add_argument("id", help="the letter's id, as `list` shows it")
+        elif name in ("retry", "purge"):
+            action.add_argument("ids", nargs="*", metavar="ID", help="letters' ids, as `list` shows them")
+            action.add_argument("--all", action="store_true", help="all of them")
+        if name in ("list", "show"):
+            action.add_argument("--json", action="store_true", help="one JSON object a line")
+        _add_settings(action, "queue", "process")
 
 
 def _bench(commands: Any) -> None:

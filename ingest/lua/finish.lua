@@ -9,7 +9,8 @@ local group, entry = ARGV[1], ARGV[2]
 
 local function remove()
   remove_entry(KEYS[3], group, entry)
-  redis.call('UNLINK', KEYS[6])
+  -- A dead letter may be sent again, and its body does not travel in the letter.
+  if ARGV[15] == '' then redis.call('UNLINK', KEYS[6]) else redis.call('PEXPIRE', KEYS[6], 604800000) end
 end
 
 local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel')

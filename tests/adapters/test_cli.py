@@ -11,7 +11,7 @@ import pytest
 
 from tests.adapters.processes import environment, pagemill
 
-COMMANDS = ("demo", "serve", "engine", "submit", "watch", "cancel", "bench", "doctor", "config", "models")
+COMMANDS = ("demo", "serve", "engine", "submit", "watch", "cancel", "dlq", "bench", "doctor", "config", "models")
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,9 @@ def test_help_names_every_command_and_needs_nothing_heavy() -> None:
     assert heavy.stdout.strip() == "[]", heavy.stderr
 
 
-@pytest.mark.parametrize("command", [*((name,) for name in COMMANDS), ("bench", "offline"), ("models", "prepare")])
+@pytest.mark.parametrize(
+    "command", [*((name,) for name in COMMANDS), ("bench", "offline"), ("models", "prepare"), ("dlq", "retry")]
+)
 def test_each_command_has_help(command: tuple[str, ...]) -> None:
     shown = pagemill(*command, "--help")
     assert shown.returncode == 0
@@ -52,6 +54,9 @@ def test_no_command_shows_the_help_and_version_the_version() -> None:
         (("config", "extra"), 2, "unexpected 'extra'"),
         (("config", "--block-size", "x"), 2, "'x' is not an integer"),
         (("bench", "offline"), 2, "--workload"),
+        (("dlq", "purge"), 2, "or --all"),
+        (("dlq", "retry", "1-0", "--all"), 2, "or --all"),
+        (("dlq", "list", "--redis-url", "redis://127.0.0.1:1/0"), 3, "cannot be reached"),
         (("bench", "offline", "--workload", "no.jsonl"), 2, "cannot read workload no.jsonl"),
         (("models", "prepare", "no/such-model"), 2, "no/such-model"),
         (("submit", "x", "--max-tokens", "0"), 1, "invalid_request: max_tokens"),
