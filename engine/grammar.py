@@ -20,7 +20,6 @@ What everything here keeps to:
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections import OrderedDict
@@ -45,12 +44,11 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
     "max_items_in_row": 400,  # a step in a grammar that is ambiguous everywhere takes this number squared
     "step_max_items": 20_000,
-    "max_lexer_states": 20_000,  # of 1 to 2 kB, in each sequence
+    "max_lexer_states": 20_000,  # of about 1 kB, in each grammar
 }
-_MAX_GRAMMARS = 256
-_MAX_SOURCE = 1 << 20  # characters of all cached grammars; a parser takes a hundred times as much
+_MAX_GRAMMARS = 64
+_MAX_SOURCE = 1 << 20  # characters of all cached grammars; what is compiled takes a hundred times as much
 _MAX_TOKEN_BYTES = 512  # the trie has no room for tokens of some thousand
-_MAX_THREADS = 8
 _MESSAGE_LENGTH = 300
 _PREFIX = re.compile(r"^at 1\(8\): (failed to compile JSON schema: )?|^failed to parse \"%json\": ")
 _PHRASES = (
@@ -102,35 +100,58 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """A compiled grammar. Immutable; shared by all sequences of the requests that ask for it. `size`: of its source."""
+    """A compiled grammar, shared by all sequences of the requests that ask for it. `size`: of its source.
+
+    All its parsers share one lexer, which keeps the states that it has met, up to a limit. Past it they all fail, and
+    go on from a new lexer.
+    """
 
     def __init__(self, vocabulary: _Vocabulary, spec: StructuredOutputs) -> None:
-        self._vocabulary = vocabulary
-        self._label = _Label(spec.place, spec.param)
+        self.vocabulary = vocabulary
+        self._place, self._param = spec.place, spec.param
         try:
-            source = source_of(spec, vocabulary.trial.convert)
+            self._source = source_of(spec, vocabulary.trial.convert)
             if spec.choice is None and not spec.json_object:
-                vocabulary.trial.run(source)
-            self._first = compile_first(vocabulary.trie, source, vocabulary.limits)
+                vocabulary.trial.run(self._source)
+            self._first = self._compile()
         except ValueError as error:
-            raise self._label.refuse(str(error)) from error
-        self.size = len(source)
+            raise self.refusal(str(error)) from error
+        self.size = len(self._source)
+        self._lock = threading.Lock()
+        self._generation = 0
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of the text."""
-        return Matcher(self._vocabulary, self._first.deep_copy(), self._label)
+        return Matcher(self, *self.parser(after=-1))
+
+    def parser(self, after: int) -> tuple[llguidance.LLMatcher, int]:
+        """A parser at the beginning of the text, of a lexer younger than `after`, and that lexer's generation."""
+        with self._lock:
+            if self._generation <= after:
+                self._first = self._compile()
+                self._generation += 1
+            return self._first.deep_copy(), self._generation
+
+    def refusal(self, reason: str) -> RequestError:
+        """The error of a request that this grammar fails."""
+        return invalid(f"{self._place} cannot be used: {_readable(reason)}", self._param)
+
+    def _compile(self) -> llguidance.LLMatcher:
+        return compile_first(self.vocabulary.trie, self._source, self.vocabulary.limits)
 
 
 class Matcher:
     """One sequence's place in its grammar. Used by one thread at a time."""
 
-    __slots__ = ("_ends", "_label", "_parser", "_vocabulary")
+    __slots__ = ("_ends", "_failure", "_generation", "_grammar", "_parser", "_tokens")
 
-    def __init__(self, vocabulary: _Vocabulary, parser: llguidance.LLMatcher, label: _Label, ends: int = 0) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, grammar: Grammar, parser: llguidance.LLMatcher, generation: int) -> None:
+        self._grammar = grammar
         self._parser = parser
-        self._label = label
-        self._ends = ends  # accepted end-of-sequence ids
+        self._generation = generation
+        self._tokens: list[int] = []
+        self._ends = 0  # accepted end-of-sequence ids, of which the parser knows nothing
+        self._failure: RequestError | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -142,100 +163,77 @@ class Matcher:
         """True where the text is complete and nothing but its end may follow."""
         return self._ends > 0 or (self._parser.is_stopped() and not self._parser.is_error())
 
-    def accept(self, token_id: int) -> bool:
-        """Go on by one token. False, and nothing has changed, where the grammar does not allow it.
+    @property
+    def failure(self) -> RequestError | None:
+        """An `invalid_request` error once the parser has given up, because no token of the model can follow or the
+        grammar is too ambiguous. The matcher is of no more use then."""
+        return self._failure
 
-        Raises `invalid_request` where the parser gave up; the matcher is of no more use then.
-        """
-        if token_id in self._vocabulary.end_ids:
+    def accept(self, token_id: int) -> bool:
+        """Go on by one token. False where the grammar does not allow it, and nothing has changed; or on failure."""
+        vocabulary = self._grammar.vocabulary
+        if token_id in vocabulary.end_ids:
             if not self.is_complete:
                 return False
             self._ends += 1
             return True
-        if self._ends or not 0 <= token_id < self._vocabulary.size:
+        if self._ends or not 0 <= token_id < vocabulary.size:
             return False
-        accepted: bool = self._parser.try_consume_tokens([token_id]) == 1
-        if not accepted:
+        accepted = self._parser.try_consume_tokens([token_id])
+        if not accepted and self._parser.is_error() and self._renew():
+            accepted = self._parser.try_consume_tokens([token_id])
             self._check()
-        return accepted
+        if accepted:
+            self._tokens.append(token_id)
+        return accepted == 1
 
     def rollback(self, count: int) -> None:
         """Take the last `count` accepted tokens back."""
         ends = min(count, self._ends)
         self._ends -= ends
         if count > ends:
+            del self._tokens[ends - count :]
             self._parser.rollback(count - ends)
-            self._check()
 
     def fill(self, mask: Mask) -> None:
-        """Write which tokens may follow, all words of `mask`.
-
-        Raises `invalid_request` where no token can follow, or the parser gave up on a grammar that is too ambiguous.
-        """
-        own = np.empty(self._vocabulary.words, np.uint32)
-        if not self._ends:
-            self._parser.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
-        self._settle(own, mask)
-
-    def fork(self) -> Matcher:
-        """An independent matcher at the same place."""
-        return Matcher(self._vocabulary, self._parser.deep_copy(), self._label, self._ends)
-
-    def _settle(self, own: Mask, mask: Mask) -> None:
-        """From the parser's mask, which has a bit for its own end, to the model's."""
-        vocabulary = self._vocabulary
+        """Write which tokens may follow, all words of `mask`. Raises `failure`."""
+        vocabulary = self._grammar.vocabulary
         if self._ends:
             mask[:] = vocabulary.only_ends
             return
-        if self._parser.is_error():
-            mask[:] = 0
-        self._check()
+        own = np.empty(vocabulary.words, np.uint32)
+        self._parser.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+        if self._parser.is_error() and self._renew():
+            self._parser.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+            self._check()
+        if self._failure is not None:
+            raise self._failure
         count = min(len(own), len(mask))
         mask[:count] = own[:count]
         mask[count:] = 0
         word, bit = vocabulary.size // 32, np.uint32(1 << vocabulary.size % 32)
-        if own[word] & bit:
+        if own[word] & bit:  # the parser's own end
             if word < count:
                 mask[word] &= ~bit
             mask |= vocabulary.only_ends
 
+    def fork(self) -> Matcher:
+        """An independent matcher at the same place."""
+        fork = Matcher(self._grammar, self._parser.deep_copy(), self._generation)
+        fork._tokens, fork._ends, fork._failure = self._tokens.copy(), self._ends, self._failure
+        return fork
+
+    def _renew(self) -> bool:
+        """After an error, put a parser with a new lexer in place. False where that fails too."""
+        if self._failure is None:
+            self._parser, self._generation = self._grammar.parser(after=self._generation)
+            self._parser.try_consume_tokens(self._tokens)
+            self._check()
+        return self._failure is None
+
     def _check(self) -> None:
         if self._parser.is_error():
-            raise self._label.refuse(self._parser.get_error())
-
-
-def fill_rows(matchers: Sequence[Matcher], masks: Mask) -> list[RequestError | None]:
-    """Fill `masks` [len(matchers), ceil(V / 32)], a row for each matcher, on several threads.
-
-    The matchers are of one compiler. Returns what `fill` would have raised, by row; such a row is all zeros.
-    """
-    if not matchers:
-        return []
-    vocabulary = matchers[0]._vocabulary
-    own = np.empty((len(matchers), vocabulary.words), np.uint32)
-    rows = [(matcher._parser, row) for row, matcher in enumerate(matchers) if not matcher._ends]
-    vocabulary.executor.unsafe_compute_mask_ptr(rows, own.ctypes.data, 4 * vocabulary.words, len(matchers))
-    errors: list[RequestError | None] = []
-    for row, matcher in enumerate(matchers):
-        try:
-            matcher._settle(own[row], masks[row])
-            errors.append(None)
-        except RequestError as error:
-            errors.append(error)
-    return errors
-
-
-class _Label:
-    """How errors about one grammar are written."""
-
-    __slots__ = ("_param", "_place")
-
-    def __init__(self, place: str, param: str) -> None:
-        self._place = place
-        self._param = param
-
-    def refuse(self, reason: str) -> RequestError:
-        return invalid(f"{self._place} cannot be used: {_readable(reason)}", self._param)
+            self._failure = self._grammar.refusal(self._parser.get_error())
 
 
 class _Vocabulary:
@@ -262,7 +260,6 @@ class _Vocabulary:
         self.trie = make_trie(tokens, self.size)
         self.limits = llguidance.LLParserLimits(**LIMITS)
         self.trial = GrammarTrial(tokens, self.size, LIMITS)
-        self.executor = llguidance.LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
 
 
 def _readable(reason: str) -> str:

@@ -119,11 +119,13 @@ class LogitsState:
         return state
 
     def append(self, token_id: int) -> None:
-        """A token was generated. Raises `engine_error` where the grammar does not allow it."""
+        """A token was generated. Raises `engine_error` where the grammar does not allow it, or why it failed."""
         if self.counts is not None:
             self.counts.add(token_id)
         if self.matcher is not None and not self.matcher.accept(token_id):
-            raise RequestError("engine_error", f"token {token_id} does not follow the request's structured output")
+            raise self.matcher.failure or RequestError(
+                "engine_error", f"token {token_id} does not follow the request's structured output"
+            )
 
     @property
     def is_complete(self) -> bool:

@@ -185,7 +185,7 @@ class Writer:
     """Writes a text by drawing tokens that a matcher allows; past `budget` tokens it closes what is open."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._eos = eos_token_id
         self._mask = np.zeros((vocab_size + 31) // 32, np.uint32)
         pieces = [tokenizer.token_bytes[token_id] for token_id in range(tokenizer.vocab_size)]
@@ -194,7 +194,7 @@ class Writer:
 
     def text(self, tokens: list[int]) -> str:
         """The text of token ids."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def allowed(self, matcher: Matcher) -> np.ndarray:
         """Ids of the tokens that may follow, in order."""

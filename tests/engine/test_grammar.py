@@ -16,10 +16,11 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from pagemill.engine import grammar as grammar_module
 from pagemill.engine import grammar_trial
 from pagemill.engine.detokenizer import Detokenizer
 from pagemill.engine.errors import RequestError
-from pagemill.engine.grammar import GrammarCompiler, Matcher, fill_rows
+from pagemill.engine.grammar import GrammarCompiler, Matcher
 from pagemill.engine.loader import resolve_model
 from pagemill.engine.structured_outputs import StructuredOutputs
 from pagemill.engine.tokenizer import Tokenizer
@@ -130,34 +131,42 @@ def test_replayed_tokens_give_the_same_state(compiler: GrammarCompiler, writer: 
         assert allowed(replayed) == mask
 
 
-def test_rows_filled_together_are_those_filled_alone(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    forms = [StructuredOutputs(json=PERSON), StructuredOutputs(regex="[0-9]+"), StructuredOutputs(choice=["a", "b"])]
-    matchers = [compiler.compile(form).matcher() for form in forms * 3]
-    assert matchers[1].accept(tokenizer.encode("7")[0]) and matchers[1].accept(EOS)
-    masks = np.full((len(matchers), VOCAB_SIZE // 32), 0xFFFFFFFF, np.uint32)
-    assert fill_rows(matchers, masks) == [None] * len(matchers)
-    for matcher, row in zip(matchers, masks, strict=True):
-        alone = np.empty_like(row)
-        matcher.fill(alone)
-        assert np.array_equal(row, alone)
-    assert fill_rows([], masks[:0]) == []
-
-
-def test_one_row_that_fails_leaves_the_others(compiler: GrammarCompiler) -> None:
-    bad = compiler.compile(StructuredOutputs(regex=".*a.{30}b.*c.{30}d.*e.{30}f")).matcher()
-    good = compiler.compile(StructuredOutputs(json=PERSON)).matcher()
-    masks = np.zeros((3, VOCAB_SIZE // 32), np.uint32)
+def test_a_lexer_that_is_full_is_replaced_for_all_that_share_it(
+    tokenizer: Tokenizer, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = StructuredOutputs(regex="(\\w{1,200} ){50}")
+    roomy = GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,)).compile(form)
+    monkeypatch.setitem(grammar_module.LIMITS, "max_lexer_states", 1500)
+    grammar = GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,)).compile(form)
     rng = random.Random(0)
-    for _ in range(500):
-        errors = fill_rows([good, bad, good.fork()], masks)
-        if errors[1] is not None:
-            break
-        assert bad.accept(
-            rng.choice(np.flatnonzero(np.unpackbits(masks[1].view(np.uint8), bitorder="little")).tolist())
-        )
-    assert [error is None for error in errors] == [True, False, True]
-    assert errors[1] is not None and (errors[1].code, errors[1].param) == ("invalid_request", "structured_outputs")
-    assert not masks[1].any() and masks[0].any() and np.array_equal(masks[0], masks[2])
+    waiting = grammar.matcher()
+    matchers = [grammar.matcher(), grammar.matcher()]
+    twins = [roomy.matcher(), roomy.matcher()]
+    for _ in range(60):
+        for matcher, twin in zip(matchers, twins, strict=True):
+            ids = writer.allowed(matcher)
+            assert np.array_equal(ids, writer.allowed(twin))
+            token_id = int(rng.choice(ids))
+            assert matcher.accept(token_id) and twin.accept(token_id)
+    assert grammar._generation > 2 and roomy._generation == 0
+    matchers[0].rollback(5)
+    twins[0].rollback(5)
+    assert allowed(matchers[0]) == allowed(twins[0])
+    assert allowed(waiting) == allowed(roomy.matcher())
+
+
+def test_a_matcher_that_fails_says_so_and_stays_so(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    grammar = compiler.compile(StructuredOutputs(grammar='start: e\ne: e e e | e e | "a" | "b"'))
+    matcher = grammar.matcher()
+    (letter,) = tokenizer.encode("a")
+    while matcher.accept(letter):
+        pass
+    assert matcher.failure is not None and matcher.failure.param == "structured_outputs"
+    for failed in (matcher, matcher.fork()):
+        with pytest.raises(RequestError, match="Current row has"):
+            allowed(failed)
+        assert not failed.is_finished and not failed.accept(EOS) and not failed.accept(letter)
+    assert allowed(grammar.matcher())
 
 
 # Vocabularies
@@ -482,10 +491,11 @@ def test_an_ambiguous_grammar_ends_its_request_before_its_steps_get_long(
 ) -> None:
     matcher = compiler.compile(StructuredOutputs(grammar=grammar)).matcher()
     (letter,) = tokenizer.encode("a")
-    with pytest.raises(RequestError, match="grammar cannot be used"):
+    with pytest.raises(RequestError, match=r"grammar cannot be used: .*items"):
         for _ in range(2000):
             allowed(matcher)
-            matcher.accept(letter)
+            if not matcher.accept(letter) and matcher.failure:
+                raise matcher.failure
 
 
 @pytest.mark.parametrize(
