@@ -50,6 +50,12 @@ class Checkpoint:
         """Elements of all tensors together."""
         return sum(math.prod(reader.shape(stored)) for reader, stored in self._tensors.values())
 
+    def check_unquantised(self) -> None:
+        """Raise `ConfigError` where a matrix is not of floating-point numbers of at least 16 bits."""
+        for name, (reader, stored) in self._tensors.items():
+            if len(reader.shape(stored)) > 1 and name.endswith(".weight") and not reader.is_floating(stored):
+                raise ConfigError(f"weight {name} is stored in 8 bits or less: quantised checkpoints are not supported")
+
     def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype, device: str) -> torch.Tensor:
         """The tensor `name` of this shape, as a new tensor."""
         return self.stack((name,), (shape[0],), shape[1:], dtype=dtype, device=device)
@@ -108,6 +114,9 @@ class _SafetensorsFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(cast(Any, self._file).get_slice(name).get_shape())
 
+    def is_floating(self, name: str) -> bool:
+        return cast(Any, self._file).get_slice(name).get_dtype() in ("F64", "F32", "F16", "BF16")
+
     def read(self, name: str) -> torch.Tensor:
         try:
             tensor: torch.Tensor = self._file.get_tensor(name)
@@ -131,6 +140,9 @@ class _PyTorchFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._state[name].shape)
+
+    def is_floating(self, name: str) -> bool:
+        return self._state[name].dtype in _FLOATING
 
     def read(self, name: str) -> torch.Tensor:
         return self._state[name]

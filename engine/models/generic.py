@@ -160,6 +160,7 @@ def _load(folder: ModelFolder, config: Any, loading: Loading) -> Any:
     """The model with its weights, on its device, with transformers' plain attention."""
     from transformers import AutoModelForCausalLM
 
+    loading.checkpoint.check_unquantised()  # transformers would take the numbers without their scales
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder.path,

@@ -22,7 +22,7 @@ from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 
 # Old checkpoints store the rotary frequencies, which follow from the configuration.
-_DERIVED = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+_DERIVED = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 _ROPE_DIVISORS = "rope_freqs.weight"  # left in a converted GGUF by Llama 3's rope scaling
 
 

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.loader import resolve_model
 from pagemill.engine.models import NATIVE_ARCHITECTURES, generic
 from pagemill.engine.models.attention_interface import AttentionCall, PagedAttention
 from pagemill.engine.models.gathered_attention import gathered_attention
 from pagemill.engine.models.llama import LlamaModel
+from pagemill.engine.tokenizer import Tokenizer
 from pagemill.kernels.layout import KVForm
 from tests.engine.test_models import make_runner
 from tests.engine.tiny_decoders import GENERIC, tiny
@@ -156,6 +158,16 @@ def test_windows_are_as_long_as_before_the_trial(tmp_path: Path) -> None:
     assert Driver(runner).generate(prompt, 8) == generated_by_transformers(path, [prompt], 8)[0]
 
 
+def test_a_real_model_passes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding moves its logits ten times as far as those of a tiny model with random weights."""
+    monkeypatch.setattr("pagemill.engine.models._NATIVE", {})
+    runner = make_runner("smollm2-135m", "cpu", dtype="bfloat16")  # type: ignore[arg-type]
+    assert isinstance(runner._model, generic.GenericModel)
+    question = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = Tokenizer.from_folder(resolve_model("smollm2-135m").path).encode(question)
+    assert Driver(runner).generate(prompt, 8) == [504, 3575, 282, 4649, 314, 7042, 30, 2]
+
+
 def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
@@ -168,6 +180,10 @@ def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
         (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "lacks 1 weights, first model.layers.1.mlp.up_proj"),
         (lambda w: w.update(surplus=torch.ones(2)), "1 weights that the model lacks, first surplus"),
         (lambda w: w.update({"model.norm.weight": torch.ones(3)}), "transformers cannot load"),
+        (
+            lambda w: w.update({name: w[name].to(torch.float8_e4m3fn) for name in w if "up_proj" in name}),
+            r"up_proj\.weight is stored in 8 bits or less: quantised",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_not_filled_up(

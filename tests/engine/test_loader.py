@@ -123,6 +123,7 @@ def test_a_head_that_differs_is_not_tied(tied: Path, tmp_path: Path) -> None:
 
 def test_derived_rotary_frequencies_of_old_checkpoints_are_ignored(copy: Path, llama: Path) -> None:
     edit_weights(copy, lambda w: w.update({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    edit_weights(copy, lambda w: w.update({"model.rotary_emb.inv_freq": torch.ones(8)}))
     assert tokens_of(copy) == tokens_of(llama)
 
 
