@@ -163,9 +163,10 @@ def _list(name: str, value: object) -> Sequence[Any]:
     return value
 
 
-def _known(name: str, value: Mapping[str, Any], fields: tuple[str, ...]) -> None:
-    for field in value:
-        if field not in fields:
+def _check_fields(name: str, value: Mapping[str, Any], fields: tuple[str, ...]) -> None:
+    """Raise for a field that is not known. One that is null says nothing, and clients send it back."""
+    for field, item in value.items():
+        if field not in fields and item is not None:
             raise invalid(f"unknown field {shown(field)} in {name}", f"{name}.{str(field)[:64]}")
 
 
@@ -227,8 +228,8 @@ def _message(where: str, value: object) -> dict[str, Any]:
         fields += ("tool_calls", "reasoning_content", "reasoning", *_EMPTY_PARTS)
     elif role == "tool":
         fields += ("tool_call_id",)
-    given = {name: item for name, item in message.items() if item is not None or name in ("role", "content")}
-    _known(where, given, fields)
+    _check_fields(where, message, fields)
+    given = {name: item for name, item in message.items() if item is not None}
     for name in given.keys() & _EMPTY_PARTS.keys():
         if given[name] not in _EMPTY_PARTS[name]:
             raise invalid(f"{where}.{name} is not supported; leave it out", f"{where}.{name}")
@@ -258,9 +259,9 @@ def _content(name: str, value: object) -> str:
         where = f"{name}[{number}]"
         if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
             raise invalid(f"{where} must be a text part; other kinds are not supported", where)
-        if set(part) != {"type", "text"}:
+        if any(field not in ("type", "text") and item is not None for field, item in part.items()):
             raise invalid(f"{where} must hold type and text and nothing else", where)
-        texts.append(_string(f"{where}.text", part["text"]))
+        texts.append(_string(f"{where}.text", part.get("text")))
     return "".join(texts)
 
 
@@ -273,11 +274,11 @@ def _tool_calls(name: str, value: object) -> list[dict[str, Any]]:
 
 def _tool_call(where: str, value: object) -> dict[str, Any]:
     call = _object(where, value)
-    _known(where, call, ("id", "type", "function", "index"))  # `index` is left from the deltas of a stream
-    if call.get("type", "function") != "function":
+    _check_fields(where, call, ("id", "type", "function", "index"))  # `index` is left from the deltas of a stream
+    if (call.get("type") or "function") != "function":
         raise invalid(f'{where}.type must be "function"', f"{where}.type")
     function = _object(f"{where}.function", call.get("function"))
-    _known(f"{where}.function", function, ("name", "arguments"))
+    _check_fields(f"{where}.function", function, ("name", "arguments"))
     known: dict[str, Any] = {} if call.get("id") is None else {"id": _string(f"{where}.id", call["id"], MAX_NAME)}
     arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
     name = _string(f"{where}.function.name", function.get("name"), MAX_NAME)  # as the model wrote it
@@ -318,12 +319,12 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
 
 def _tool(where: str, value: object) -> dict[str, Any]:
     tool = _object(where, value)
-    _known(where, tool, ("type", "function"))
+    _check_fields(where, tool, ("type", "function"))
     if tool.get("type") != "function":
         raise invalid(f'{where}.type must be "function"', f"{where}.type")
     name = f"{where}.function"
     function = {key: item for key, item in _object(name, tool.get("function")).items() if item is not None}
-    _known(name, function, ("name", "description", "parameters", "strict"))
+    _check_fields(name, function, ("name", "description", "parameters", "strict"))
     own = function.get("name")
     if not isinstance(own, str) or not _TOOL_NAME.fullmatch(own):
         raise invalid(

@@ -206,6 +206,10 @@ def test_an_answer_may_come_back_as_it_was_given(tools: Tokenizer) -> None:
     more = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": [], "name": None}
     assert Chat([*user("x"), {**bare, **more}]) == Chat([*user("x"), bare])
     assert Chat([{"role": "assistant", "content": None}]) == Chat([{"role": "assistant", "content": ""}])
+    nulls = {"function": {**CALL["function"], "description": None}, "type": "function", "id": "call_1", "x": None}  # type: ignore[dict-item]
+    assert Chat([{"role": "assistant", "tool_calls": [nulls]}]) == Chat([{"role": "assistant", "tool_calls": [CALL]}])
+    part = {"type": "text", "text": "Yes", "annotations": None}
+    assert Chat([{"role": "assistant", "content": [part], "parsed": None}]) == Chat([bare])
     streamed = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "index": 0}]}
     assert Chat([streamed]) == Chat([{"role": "assistant", "tool_calls": [CALL]}])
 
