@@ -25,7 +25,7 @@ from pagemill.engine.policy import Backlog, make_queue
 from pagemill.engine.prompt import Prompt, make_request
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler import SchedulerStatistics
+from pagemill.engine.scheduler_statistics import SchedulerStatistics
 
 Sink = Callable[[SequenceOutput], None]
 

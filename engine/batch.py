@@ -121,7 +121,7 @@ def build_batch(scheduled: Sequence[ScheduledSequence], *, block_size: int, voca
 
 def _token_ids(item: ScheduledSequence) -> list[int]:
     known = item.request.tokens(item.start, item.start + item.num_tokens - len(item.drafts))
-    return known + item.drafts if item.drafts else known
+    return [*known, *item.drafts] if item.drafts else known
 
 
 def _block_tables(scheduled: Sequence[ScheduledSequence], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

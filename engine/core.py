@@ -82,7 +82,7 @@ class EngineCore:
         before = self._clock()
         result = self._runner.execute(output)
         self._observe(output, result, self._clock() - before)
-        self.scheduler.commit(output)
+        self.scheduler.commit(output, result.sampled)
         sampled = iter(result.sampled)
         touched: dict[SequenceGroup, list[SequenceOutput]] = {}
         for place, item in enumerate(output.scheduled):
@@ -111,8 +111,8 @@ class EngineCore:
     def _observe(self, output: SchedulerOutput, result: StepResult, seconds: float) -> None:
         """Learn what computing and moving cost here."""
         if not output.moves:
-            self.scheduler.step_times.observe(output.num_tokens, seconds)
-        cost = self.scheduler.cost
+            self.scheduler.observe(output, seconds)
+        cost = self.scheduler.preemption.cost
         swaps = sum(move.kind != "copy" for move in output.moves)
         if swaps and result.copy_s > 0:
             cost.observe_moves(len(output.moves), result.copy_s)

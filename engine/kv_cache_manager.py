@@ -14,7 +14,7 @@ written within one decision; the runner makes the moves in that order before it 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pagemill.engine.block_pool import NULL_BLOCK, BlockPool, PoolStatistics
@@ -195,8 +195,31 @@ class KVCacheManager:
         """The blocks that `num_tokens` fill are part of the coming step: others may share them from now on."""
         request.num_scheduled_blocks = min(num_tokens // self.block_size, request.num_announced_blocks)
 
+    def extend(self, request: Request, num_tokens: int, blocks_kept: int) -> int:
+        """Make the table cover up to `num_tokens` for one step, with blocks promised to nobody, and leave `blocks_kept`
+        of these. Returns how many tokens it covers; `trim` takes back what turns out not to be needed."""
+        table = request.block_table.block_ids
+        wanted = self.blocks_for(num_tokens) - len(table)
+        taken = self.pool.allocate(max(0, min(wanted, self.num_available - blocks_kept)))
+        table.extend(taken)
+        self._used_slots_missing += len(taken) * self.block_size
+        return min(num_tokens, len(table) * self.block_size)
+
+    def trim(self, request: Request, num_tokens: int) -> None:
+        """After the commit of a step for which the table of `num_tokens` was extended: blocks without a computed token
+        go back, and those that are kept count as promised ones."""
+        table = request.block_table.block_ids
+        needed = self.blocks_for(request.num_computed_tokens)
+        excess = table[needed:]
+        del table[needed:]
+        self.pool.free(excess)
+        self._used_slots_missing -= len(excess) * self.block_size
+        kept = needed - self.blocks_for(num_tokens)
+        self._promise(request, max(0, request.promised_blocks - kept))
+
     def commit(self, scheduled: Iterable[ScheduledSequence]) -> None:
-        """The tokens of a step are computed: publish the blocks that became full, let go of those out of sight."""
+        """The tokens of a step are computed: publish the blocks that became full, let go of those out of sight. Of
+        drafts only the right ones are counted; they are not among the request's tokens yet."""
         size, total, running = self.block_size, 0, RequestStatus.RUNNING
         for item in scheduled:
             request = item.request
@@ -205,7 +228,7 @@ class KVCacheManager:
             total += item.num_tokens
             request.num_computed_tokens = computed = request.num_computed_tokens + item.num_tokens
             if self._caching and computed // size > request.num_published_blocks:
-                self._publish(request, computed // size)
+                self._publish(request, computed // size, item.drafts)
             if self._window:
                 self._forget_unseen(request)
         self._used_slots_missing -= total
@@ -324,6 +347,11 @@ class KVCacheManager:
         assert self._promised == sum(request.promised_blocks for request in requests), "promises do not add up"
         assert 0 <= self._promised <= self.pool.num_free, "more blocks are promised than free"
         running = [request for request in requests if request.block_table.block_ids]
+        if not self._in_flight:
+            for request in running:
+                assert len(request.block_table) <= self.blocks_for(request.num_computed_tokens), (
+                    "a block holds no token"
+                )
         missing = sum(len(r.block_table) * self.block_size - r.num_computed_tokens for r in running)
         assert self._used_slots_missing == missing, "wasted slots do not add up"
         assert len(self._announced) == 0 or requests, "an announcement outlived its request"
@@ -335,10 +363,10 @@ class KVCacheManager:
         self._promised += blocks - request.promised_blocks
         request.promised_blocks = blocks
 
-    def _publish(self, request: Request, num_blocks: int) -> None:
-        """Let the prefix cache know the request's first `num_blocks` blocks."""
+    def _publish(self, request: Request, num_blocks: int, drafts: Sequence[int]) -> None:
+        """Let the prefix cache know the request's first `num_blocks` blocks. `drafts` follow its tokens."""
         table = request.block_table.block_ids
-        names = self._names(request, num_blocks)
+        names = self._names(request, num_blocks, drafts)
         for index in range(request.num_published_blocks, num_blocks):
             name = names[index]
             self.pool.cache(table[index], name)
@@ -357,13 +385,16 @@ class KVCacheManager:
             index -= 1
         self.pool.free(unseen[::-1])
 
-    def _names(self, request: Request, count: int) -> list[bytes]:
-        """The request's chain of block names, extended to `count` full blocks."""
+    def _names(self, request: Request, count: int, drafts: Sequence[int] = ()) -> list[bytes]:
+        """The request's chain of block names, extended to `count` full blocks of its tokens and `drafts`."""
         names = request.block_hashes
         if len(names) < count:
             size = self.block_size
             parent = names[-1] if names else root_hash({"model": self._model_name, "salt": request.cache_salt})
-            names += block_hashes(parent, request.tokens(len(names) * size, count * size), size)
+            tokens = request.tokens(len(names) * size, count * size)
+            if drafts:
+                tokens = [*tokens, *drafts[: max(0, count * size - request.num_tokens)]]
+            names += block_hashes(parent, tokens, size)
         return names
 
 

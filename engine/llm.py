@@ -22,7 +22,7 @@ from pagemill.engine.outputs import CompletionOutput, RequestOutput, SequenceOut
 from pagemill.engine.prompt import Prompt, TokenIds, make_request
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
-from pagemill.engine.scheduler import SchedulerStatistics
+from pagemill.engine.scheduler_statistics import SchedulerStatistics
 from pagemill.engine.values import as_integer, shown
 from pagemill.engine.vllm_arguments import CALL_ARGUMENTS, LLM_ARGUMENTS, is_accepted
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagemill.engine.request import Request
+from pagemill.engine.config import PreemptionMode
+from pagemill.engine.kv_cache_manager import KVCacheManager
+from pagemill.engine.request import Request, RequestStatus
+from pagemill.engine.scheduler_output import BlockMove
 
 MAX_PREEMPTIONS = 3
 
@@ -58,3 +61,51 @@ class PreemptionCost:
 
     def _smooth(self, old: float | None, new: float) -> float:
         return new if old is None else old + self.SMOOTHING * (new - old)
+
+
+class Preemption:
+    """Takes blocks from running requests, and keeps the bill."""
+
+    def __init__(self, cache: KVCacheManager, mode: PreemptionMode, cost: PreemptionCost) -> None:
+        self.cost = cost
+        self.count = 0
+        self.num_swaps = 0
+        self.swapped_blocks = 0
+        self._cache = cache
+        self._mode = mode
+        self._last_victim: Request | None = None
+
+    def choose(self, running: Iterable[Request]) -> Request | None:
+        """Who gives way. None: nobody does."""
+        return choose_victim(running, self._last_victim)
+
+    def take_blocks(self, victim: Request, moves: list[BlockMove], now: float) -> None:
+        """Swap the victim's blocks out, or let them go. `now`: seconds of the scheduler's clock."""
+        if self._swaps_out(victim):
+            swapped = victim.num_swapped_blocks
+            self._cache.swap_out(victim, moves)
+            victim.status = RequestStatus.SWAPPED
+            self.num_swaps += 1
+            self.swapped_blocks += victim.num_swapped_blocks - swapped
+        else:
+            victim.num_lost_tokens = victim.num_computed_tokens
+            self._cache.free(victim)
+            victim.status = RequestStatus.PREEMPTED
+        victim.num_preemptions += 1
+        if victim.num_preemptions >= MAX_PREEMPTIONS:
+            victim.is_reserved = True
+        if victim.preempted_at is None:
+            victim.preempted_at = now
+        self.count += 1
+        self._last_victim = victim
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if self._last_victim is request:
+            self._last_victim = None
+
+    def _swaps_out(self, victim: Request) -> bool:
+        if self._mode == "recompute" or not self._cache.can_swap_out(victim):
+            return False
+        blocks = self._cache.blocks_for(victim.num_computed_tokens)
+        return self._mode == "swap" or self.cost.prefers_swap(victim.num_computed_tokens, blocks)

@@ -19,13 +19,13 @@ WATERMARK = 0.01  # share of the pool that an admission leaves free while others
 
 class Promises:
     """The account of one pool. `forecast`: how much the running ones will grow; None: a small share. `reserve`:
-    everybody is reserved."""
+    everybody is reserved. `watermark`: blocks that stay free at least while others run."""
 
     def __init__(self, cache: KVCacheManager, forecast: GrowthForecast | None, *, reserve: bool) -> None:
         self._cache = cache
         self.forecast = forecast
         self._reserve = reserve
-        self._watermark = max(1, int(cache.num_usable * WATERMARK))
+        self.watermark = max(1, int(cache.num_usable * WATERMARK))
 
     @property
     def num_committed(self) -> int:
@@ -87,5 +87,5 @@ class Promises:
         if self._reserve:
             return 0  # all that anybody may need is promised
         if self.forecast is None:
-            return self._watermark
-        return max(self._watermark, self.forecast.watermark(request, self.num_committed))
+            return self.watermark
+        return max(self.watermark, self.forecast.watermark(request, self.num_committed))

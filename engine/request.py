@@ -62,6 +62,8 @@ class Request:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0
+    num_draft_tokens: int = 0  # guessed for it and computed
+    num_accepted_tokens: int = 0  # of those, the right ones
     num_lost_tokens: int = 0  # computed before the last preemption; what of it is not found again is recomputed
     preempted_ms: float = 0.0
     preempted_at: float | None = None

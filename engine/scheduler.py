@@ -4,7 +4,7 @@ The idea. There are no phases. A request has tokens (prompt + generated) of whic
 more of them, and whoever has all but none left to compute gets its next token sampled. Prefill, decode, a chunk of a
 long prompt and the recompute after a preemption are the same thing with different counts. One token budget bounds a
 step, and it is spent in this order: decodes (one token each), prefills under way, admissions (preempted requests
-before new ones), and what is left lengthens the chunks already chosen.
+before new ones), what is left lengthens the chunks already chosen, and what is left then is for guesses.
 
 Invariants:
   * no more sequences run than the budget has tokens, as admission takes one, so every decode moves in every step;
@@ -27,45 +27,22 @@ phases again); admitting by chunk (two half-loaded prompts can wait for each oth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import islice
 
-from pagemill.engine import preemption
 from pagemill.engine.config import PreemptionMode
 from pagemill.engine.forecast import SAMPLE, GrowthForecast, Outlook, StepTimes
-from pagemill.engine.kv_cache_manager import CacheStatistics, KVCacheManager, PrefixMatch
+from pagemill.engine.kv_cache_manager import KVCacheManager, PrefixMatch
 from pagemill.engine.policy import FcfsQueue, WaitingQueue
-from pagemill.engine.preemption import PreemptionCost, choose_victim
+from pagemill.engine.preemption import Preemption, PreemptionCost
 from pagemill.engine.promises import Promises
 from pagemill.engine.request import Request, RequestStatus
-from pagemill.engine.scheduler_output import ScheduledSequence, SchedulerOutput
+from pagemill.engine.scheduler_output import Sampled, ScheduledSequence, SchedulerOutput
+from pagemill.engine.scheduler_statistics import SchedulerStatistics
+from pagemill.engine.speculation import Speculation
 from pagemill.engine.waiting_line import WaitingLine
 
 CHARGED_TOKENS = 16  # output tokens are told to the policy so many at a time
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStatistics:
-    """State and record of the scheduler: sequences by state now, and counts since the start.
-
-    `prefill_tokens_s`, `decode_tokens_s`: tokens a second of steps full of prompts, and of steps with a token for each
-    of those that run now; None while too few steps were measured.
-    """
-
-    running: int
-    waiting: int
-    preempted: int
-    steps: int
-    scheduled_tokens: int
-    preemptions: int
-    swap_preemptions: int
-    recomputed_tokens: int
-    swapped_blocks: int
-    peak_running: int
-    prefill_tokens_s: float | None
-    decode_tokens_s: float | None
-    cache: CacheStatistics
 
 
 class Scheduler:
@@ -82,13 +59,14 @@ class Scheduler:
         cost: PreemptionCost | None = None,
         queue: WaitingQueue | None = None,
         forecast: GrowthForecast | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
-        self.cost = cost or PreemptionCost()
         self.promises = Promises(cache, forecast, reserve=reserve)
         self.step_times = StepTimes()
-        self._mode: PreemptionMode = preemption_mode
+        self._speculation = speculation
+        self.preemption = Preemption(cache, preemption_mode, cost or PreemptionCost())
         self._budget = max_num_batched_tokens
         self._max_seats = min(max_num_seqs, max_num_batched_tokens)
         self._chunk_cap = max(1, max_num_batched_tokens // 2)
@@ -98,12 +76,8 @@ class Scheduler:
         self._queue: WaitingQueue = queue if queue is not None else FcfsQueue()
         self._waiting = WaitingLine(self._queue)
         self._seats = 0  # taken by the running ones
-        self._last_victim: Request | None = None
         self._step = 0
         self._scheduled_tokens = 0
-        self._preemptions = 0
-        self._swaps = 0
-        self._swapped_blocks = 0
         self._recomputed = 0
         self._peak_running = 0
 
@@ -162,8 +136,7 @@ class Scheduler:
         self._queue.charge(request, output_tokens=len(request.output_token_ids) % CHARGED_TOKENS)
         self.cache.free(request)
         request.status = RequestStatus.FINISHED
-        if self._last_victim is request:
-            self._last_victim = None
+        self.preemption.forget(request)
         return True
 
     @property
@@ -209,6 +182,13 @@ class Scheduler:
             chunk.samples = left == 0
             if left <= 1:
                 del self._prefilling[chunk.request]
+        if self._speculation is not None:
+            budget -= self._speculation.draft(
+                scheduled,
+                self.cache,
+                limit=min(budget, self._max_seats + self._speculation.num_drafts - len(scheduled) - len(chunks)),
+                blocks_kept=self.promises.watermark,
+            )
         output.scheduled = scheduled + chunks
         output.num_tokens = self._budget - budget
         self._scheduled_tokens += output.num_tokens
@@ -216,9 +196,22 @@ class Scheduler:
         self.cache.begin_step()
         return output
 
-    def commit(self, output: SchedulerOutput) -> None:
-        """The step has run: its tokens are computed, full blocks become known, fenced blocks become free."""
+    def observe(self, output: SchedulerOutput, seconds: float) -> None:
+        """A step, without its block moves, took so long. Call before its `commit`."""
+        self.step_times.observe(output.num_tokens, seconds)
+        if self._speculation is not None:
+            self._speculation.observe(output.scheduled, output.num_tokens, seconds)
+
+    def commit(self, output: SchedulerOutput, sampled: Sequence[Sampled] = ()) -> None:
+        """The step has run: its tokens are computed, full blocks become known, fenced blocks become free.
+
+        `sampled`: what it sampled, in order; of drafts only the right ones are computed.
+        """
+        drafted = self._speculation.settle(output.scheduled, sampled) if self._speculation is not None else ()
         self.cache.commit(output.scheduled)
+        for item in drafted:
+            if item.request.status is RequestStatus.RUNNING:
+                self.cache.trim(item.request, item.start + 1)
         self.cache.end_step()
 
     def append_token(self, request: Request, token_id: int) -> None:
@@ -251,14 +244,13 @@ class Scheduler:
                 decodes.append(ScheduledSequence(request, computed, 1, table, True, request.top))
                 continue
             while not grow(request, computed + 1, moves):
-                victim = None if len(self._running) == 1 else choose_victim(self._running, self._last_victim)
+                victim = None if len(self._running) == 1 else self.preemption.choose(self._running)
                 if victim is None:
                     # It is alone, or only it and what never gives way: the pool has no more for it.
                     self.finish(request)
                     output.outgrown.append(request)
                     break
                 self._preempt(victim, output)
-                output.preempted.append(victim)
                 if victim is request:
                     break
             else:
@@ -270,30 +262,9 @@ class Scheduler:
 
     def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
         self._leave(victim)
-        if self._swaps_out(victim):
-            swapped = victim.num_swapped_blocks
-            self.cache.swap_out(victim, output.moves)
-            victim.status = RequestStatus.SWAPPED
-            self._swaps += 1
-            self._swapped_blocks += victim.num_swapped_blocks - swapped
-        else:
-            victim.num_lost_tokens = victim.num_computed_tokens
-            self.cache.free(victim)
-            victim.status = RequestStatus.PREEMPTED
-        victim.num_preemptions += 1
-        if victim.num_preemptions >= preemption.MAX_PREEMPTIONS:
-            victim.is_reserved = True
-        if victim.preempted_at is None:
-            victim.preempted_at = self._clock()
-        self._preemptions += 1
-        self._last_victim = victim
+        self.preemption.take_blocks(victim, output.moves, self._clock())
+        output.preempted.append(victim)
         self._waiting.put_back(victim)
-
-    def _swaps_out(self, victim: Request) -> bool:
-        if self._mode == "recompute" or not self.cache.can_swap_out(victim):
-            return False
-        blocks = self.cache.blocks_for(victim.num_computed_tokens)
-        return self._mode == "swap" or self.cost.prefers_swap(victim.num_computed_tokens, blocks)
 
     def _admit(self, chunks: list[ScheduledSequence], budget: int, cap: int, output: SchedulerOutput) -> int:
         """Admit from the head of the line while budget, seats and blocks last. Returns the budget left."""
@@ -330,6 +301,8 @@ class Scheduler:
         """Take a running request out of the batch."""
         del self._running[request]
         self._prefilling.pop(request, None)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         self._seats -= request.seats
 
     def _continue(self, origin: Request, fork: Request, promise: int) -> None:
@@ -387,10 +360,12 @@ class Scheduler:
             preempted=len(self._waiting.preempted),
             steps=self._step,
             scheduled_tokens=self._scheduled_tokens,
-            preemptions=self._preemptions,
-            swap_preemptions=self._swaps,
+            preemptions=self.preemption.count,
+            swap_preemptions=self.preemption.num_swaps,
             recomputed_tokens=self._recomputed,
-            swapped_blocks=self._swapped_blocks,
+            swapped_blocks=self.preemption.swapped_blocks,
+            draft_tokens=self._speculation.num_drafted if self._speculation is not None else 0,
+            accepted_tokens=self._speculation.num_accepted if self._speculation is not None else 0,
             peak_running=self._peak_running,
             prefill_tokens_s=self._rate(self._budget),
             decode_tokens_s=self._rate(max(1, len(self._running))),

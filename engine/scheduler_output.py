@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,7 +28,7 @@ class ScheduledSequence:
     block_ids: list[int]
     samples: bool
     top: int = 0
-    drafts: list[int] = field(default_factory=list)
+    drafts: Sequence[int] = ()
 
 
 MoveKind = Literal["copy", "out", "in"]

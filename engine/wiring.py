@@ -12,6 +12,7 @@ from pagemill.engine.lengths import OutputLengths
 from pagemill.engine.policy import make_queue
 from pagemill.engine.preemption import PreemptionCost
 from pagemill.engine.scheduler import Scheduler
+from pagemill.engine.speculation import Speculation
 
 
 def make_scheduler(
@@ -29,6 +30,7 @@ def make_scheduler(
     scheduling_policy: SchedulingPolicy = "fcfs",
     forecasts_growth: bool = True,
     block_move_s: float | None = None,
+    speculation: Speculation | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """A scheduler with its pool, queue and forecast, under the settings' names.
@@ -58,5 +60,6 @@ def make_scheduler(
         cost=PreemptionCost(block_s=block_move_s),
         queue=make_queue(scheduling_policy, clock),
         forecast=forecast if forecasts_growth else None,
+        speculation=speculation,
         clock=clock,
     )

@@ -24,7 +24,8 @@ from pagemill.engine.policy import SchedulingPolicy, make_queue
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler import Scheduler
-from pagemill.engine.scheduler_output import Sampled, SchedulerOutput, StepResult
+from pagemill.engine.scheduler_output import Sampled, ScheduledSequence, SchedulerOutput, StepResult
+from pagemill.engine.speculation import Speculation
 
 VOCABULARY = 50
 EOS = 0
@@ -97,7 +98,8 @@ class InventedModel:
         self._move(output)
         written: dict[int, tuple[int, int]] = {}
         for item in output.scheduled:
-            tokens = item.request.tokens(item.start, item.start + item.num_tokens)
+            known = item.request.tokens(item.start, item.start + item.num_tokens - len(item.drafts))
+            tokens = [*known, *item.drafts]
             assert len(tokens) == item.num_tokens > 0
             self.computed_tokens += item.num_tokens
             for position, token in enumerate(tokens, item.start):
@@ -110,13 +112,11 @@ class InventedModel:
         for item in output.scheduled:
             if not item.samples:
                 continue
-            context = []
-            end = item.start + item.num_tokens
-            for position in range(max(0, end - self._window) if self._window else 0, end):
-                held = self._slots[item.block_ids[position // size] * size + position % size]
-                assert held is not None and held[1] == position, f"position {position} reads {held}"
-                context.append(held[0])
             request = item.request
+            if item.drafts:
+                result.sampled.append(Sampled(self._verify(item)))
+                continue
+            context = self._read(item, item.start + item.num_tokens)
             if item.top:
                 tokens, logprobs = offers(context, item.top)
                 result.sampled.append(Sampled(tokens, logprobs))
@@ -125,6 +125,28 @@ class InventedModel:
             position = len(request.output_token_ids)
             result.sampled.append(Sampled([invent(context, request.seed, position, choice) for choice in choices]))
         return result
+
+    def _read(self, item: ScheduledSequence, end: int) -> list[int]:
+        """What the sequence's blocks say of the positions before `end` that the model sees."""
+        size = self._block_size
+        context = []
+        for position in range(max(0, end - self._window) if self._window else 0, end):
+            held = self._slots[item.block_ids[position // size] * size + position % size]
+            assert held is not None and held[1] == position, f"position {position} reads {held}"
+            context.append(held[0])
+        return context
+
+    def _verify(self, item: ScheduledSequence) -> list[int]:
+        """The tokens that follow: as many drafts as are right, and one more."""
+        request = item.request
+        assert item.samples and request.seats == 1 and not item.top
+        first, tokens = item.start + item.num_tokens - len(item.drafts), list[int]()
+        for place in range(1 + len(item.drafts)):
+            context = self._read(item, first + place)
+            tokens.append(invent(context, request.seed, len(request.output_token_ids) + place, request.index))
+            if tokens[-1] not in item.drafts[place : place + 1]:
+                break
+        return tokens
 
 
 class Bench:
@@ -144,6 +166,7 @@ class Bench:
         sliding_window: int = 0,
         policy: SchedulingPolicy = "fcfs",
         forecast: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self._now = 0.0
         self.cache = KVCacheManager(
@@ -168,6 +191,7 @@ class Bench:
             )
             if forecast
             else None,
+            speculation=speculation,
             clock=self._clock,
         )
         self.model = InventedModel(num_blocks, block_size, num_host_blocks, sliding_window)

@@ -12,6 +12,7 @@ from pagemill.engine.admission import certain_slots
 from pagemill.engine.config import PreemptionMode
 from pagemill.engine.policy import SchedulingPolicy
 from pagemill.engine.request import Request
+from pagemill.engine.speculation import Speculation
 from tests.engine.invented import Bench, beam_twin, make, twin
 
 NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking a whole traffic takes minutes
@@ -109,9 +110,41 @@ class InFlightAborts:
         return sampled
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, phases=NO_SHRINK)
-@given(
-    traffic=st.lists(arrivals(), min_size=1, max_size=12),
+@dataclass
+class Conditions:
+    """What the traffic meets. `pool_tokens` and `host_tokens`: sizes in tokens."""
+
+    block_size: int
+    pool_tokens: int
+    budget: int
+    max_num_seqs: int
+    caching: bool
+    host_tokens: int
+    mode: PreemptionMode
+    reserve: bool
+    window: int
+    policy: SchedulingPolicy
+    forecast: bool
+
+    def bench(self, speculation: Speculation | None = None) -> Bench:
+        return Bench(
+            num_blocks=1 + max(2, self.pool_tokens // self.block_size),
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            enable_prefix_caching=self.caching,
+            num_host_blocks=self.host_tokens // self.block_size,
+            preemption_mode=self.mode,
+            reserve=self.reserve,
+            sliding_window=self.window,
+            policy=self.policy,
+            forecast=self.forecast,
+            speculation=speculation,
+        )
+
+
+conditions = st.builds(
+    Conditions,
     block_size=st.sampled_from([1, 2, 4, 8, 16]),
     pool_tokens=st.integers(24, 200),
     budget=st.sampled_from([4, 7, 16, 64]),
@@ -124,33 +157,17 @@ class InFlightAborts:
     policy=st.sampled_from(["fcfs", "priority", "fair"]),
     forecast=st.booleans(),
 )
-def test_tokens_are_the_twins(
-    traffic: list[Arrival],
-    block_size: int,
-    pool_tokens: int,
-    budget: int,
-    max_num_seqs: int,
-    caching: bool,
-    host_tokens: int,
-    mode: PreemptionMode,
-    reserve: bool,
-    window: int,
-    policy: SchedulingPolicy,
-    forecast: bool,
-) -> None:
-    bench = Bench(
-        num_blocks=1 + max(2, pool_tokens // block_size),
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        enable_prefix_caching=caching,
-        num_host_blocks=host_tokens // block_size,
-        preemption_mode=mode,
-        reserve=reserve,
-        sliding_window=window,
-        policy=policy,
-        forecast=forecast,
-    )
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, phases=NO_SHRINK)
+@given(traffic=st.lists(arrivals(), min_size=1, max_size=12), conditions=conditions)
+def test_tokens_are_the_twins(traffic: list[Arrival], conditions: Conditions) -> None:
+    play(traffic, conditions, conditions.bench())
+
+
+def play(traffic: list[Arrival], conditions: Conditions, bench: Bench) -> None:
+    """Run the traffic to its end, with `check` after each step, and compare every token with the twin's."""
+    block_size, reserve, window = conditions.block_size, conditions.reserve, conditions.window
     aborts = InFlightAborts(bench)
     bench.model.execute = aborts.execute  # type: ignore[method-assign]
     usable = bench.cache.num_usable * block_size
@@ -174,7 +191,8 @@ def test_tokens_are_the_twins(
         if step > last and not bench.core.has_requests:
             break
     bench.run(1)
-    assert not (reserve or mode == "recompute" or host_tokens == 0) or bench.scheduler.statistics().swapped_blocks == 0
+    if reserve or conditions.mode == "recompute" or conditions.host_tokens == 0:
+        assert bench.scheduler.statistics().swapped_blocks == 0
     if reserve:
         assert bench.scheduler.statistics().preemptions == 0
     for name, texts in expected.items():
