@@ -9,7 +9,7 @@ BENCH := build/bench
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run serve test check bench bench-scheduler bench-sampler gpu-check clean
+.PHONY: help install run serve test check bench bench-scheduler bench-speculation bench-sampler gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -53,6 +53,9 @@ bench-scheduler: $(STAMP)  ## cost of scheduling and block work per step, by siz
 
 bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parameters
 	$(PY) bench/sampler_cost.py
+
+bench-speculation: $(STAMP)  ## guessed tokens against none: make bench-speculation SESSIONS=agent_sessions.jsonl
+	$(PY) bench/speculation.py $(SESSIONS)
 
 # Where there is no .venv (a borrowed GPU machine), the machine's own Python and CUDA torch are used.
 gpu-check:  ## the Triton kernels on a real GPU

@@ -12,6 +12,8 @@ from pagemill.engine.core import EngineCore
 from pagemill.engine.grammar import GrammarCompiler
 from pagemill.engine.loader import Progress, no_progress, resolve_model
 from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.speculation import NgramProposer, Speculation
+from pagemill.engine.speculation_gain import DraftGain
 from pagemill.engine.tokenizer import Tokenizer
 from pagemill.engine.wiring import make_scheduler
 
@@ -68,6 +70,7 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         preemption_mode=config.preemption_mode,
         scheduling_policy=config.scheduling_policy,
         block_move_s=runner.measure_move_s(),
+        speculation=_speculation(config, sorted(spec.eos_token_ids)),
     )
     num_blocks = scheduler.cache.num_usable
     info = EngineInfo(
@@ -100,3 +103,12 @@ def _end_token_ids(of_model: Sequence[int], tokenizer: Tokenizer | None, vocab_s
     of the model it came from, and ends its turns by the latter."""
     own = None if tokenizer is None else tokenizer.eos_token_id
     return tuple(sorted({*of_model, *(() if own is None or own >= vocab_size else (own,))}))
+
+
+def _speculation(config: EngineConfig, eos_token_ids: Sequence[int]) -> Speculation | None:
+    if not config.num_speculative_tokens:
+        return None
+    longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
+    return Speculation(
+        config.num_speculative_tokens, lambda request: NgramProposer(longest, shortest), DraftGain(), eos_token_ids
+    )

@@ -16,6 +16,10 @@ PreemptionMode = Literal["auto", "recompute", "swap"]
 Admission = Literal["optimistic", "reserve"]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
+SPECULATIVE_TOKENS = 0
+MAX_DRAFTS = 64
+MAX_LOOKUP = 16
+
 
 def _setting(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
@@ -59,6 +63,11 @@ class EngineConfig:
         None, "prompt tokens that may wait for the engine, in it and in the queue"
     )
     enable_prefix_caching: bool = _setting(True, "keep the blocks of finished requests and share common prefixes")
+    num_speculative_tokens: int = _setting(
+        SPECULATIVE_TOKENS, "tokens guessed by n-gram look-up and checked in one step, where that pays; 0 guesses none"
+    )
+    prompt_lookup_max: int = _setting(4, "longest run of last tokens that is looked up, 1 to 16")
+    prompt_lookup_min: int = _setting(2, "shortest run of last tokens that is looked up")
     default_max_tokens: int = _setting(1024, "max_tokens of a request that does not say")
     skip_tokenizer_init: bool = _setting(False, "serve token ids only, without a tokenizer")
     threads: int | None = _setting(None, "CPU threads of the model; default: the cores this process may use")
@@ -78,6 +87,12 @@ class EngineConfig:
         self._keep("block_size", _within("block_size", self.block_size, 1, 256))
         self._keep("max_num_seqs", _within("max_num_seqs", self.max_num_seqs, 1, 65536))
         self._keep("default_max_tokens", _within("default_max_tokens", self.default_max_tokens, 1, 2**31 - 1))
+        self._keep(
+            "num_speculative_tokens", _within("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFTS)
+        )
+        self._keep("prompt_lookup_max", _within("prompt_lookup_max", self.prompt_lookup_max, 1, MAX_LOOKUP))
+        longest = self.prompt_lookup_max
+        self._keep("prompt_lookup_min", _within("prompt_lookup_min", self.prompt_lookup_min, 1, longest))
         for name, most in _SIZES.items():
             if getattr(self, name) is not None:
                 self._keep(name, _within(name, getattr(self, name), 1, most))
@@ -90,6 +105,11 @@ class EngineConfig:
 
     def _keep(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def max_sampled_rows(self) -> int:
+        """Rows of logits that a step has at most: one a sequence, and drafts."""
+        return self.max_num_seqs + self.num_speculative_tokens
 
     @property
     def model_name(self) -> str:

@@ -108,6 +108,10 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def can_recompute(self, request: Request) -> bool:
+        """Whether the pool is large enough for all tokens that the request has now, if it has lost its blocks."""
+        return self._window > 0 or self.blocks_for(request.num_tokens) <= self.num_usable
+
     # -- a request's life ----------------------------------------------------------------------------------------
 
     def match(self, request: Request) -> PrefixMatch:

@@ -31,6 +31,7 @@ PromptInput = str | Mapping[str, Any] | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "torch.half": "float16", "torch.float": "float32"}
+_SPECULATION = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 _PROMPT_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
 _PROMPT_FORMS = 'a prompt must be text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
 
@@ -214,6 +215,8 @@ def _settings(model: object, settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if name == "num_gpu_blocks_override":
             taken["num_blocks_override"] = value
+        elif name == "speculative_config":
+            taken |= _speculation(value)
         elif name == "tokenizer":
             if value is not None and value != model:
                 raise ConfigError("tokenizer must be left out: the model's own is used")
@@ -228,6 +231,30 @@ def _settings(model: object, settings: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"unknown setting {name!r}; known are: {', '.join(sorted(known))}")
         elif not is_accepted(LLM_ARGUMENTS, name, value):
             raise ConfigError(f"{name}={shown(value)} is not supported; leave it out")
+    return taken
+
+
+def _speculation(given: object) -> dict[str, Any]:
+    """The settings that vLLM's `speculative_config` stands for. None: what is set otherwise."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config must be a mapping, got {shown(given)}")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for name, value in chosen.items():
+        if name in ("method", "model"):
+            if value not in ("ngram", "[ngram]"):
+                raise ConfigError(f"speculative_config: {name} must be ngram, got {shown(value)}")
+        elif name not in _SPECULATION:
+            raise ConfigError(
+                f"speculative_config: {shown(name)} is not supported; known are: {', '.join(('method', *_SPECULATION))}"
+            )
+    taken = {name: chosen[name] for name in _SPECULATION if name in chosen}
+    longest, shortest = taken.get("prompt_lookup_max"), taken.get("prompt_lookup_min")
+    if longest is None and shortest is not None:
+        taken["prompt_lookup_max"] = shortest  # as in vLLM: one length given, that length only
+    elif shortest is None and longest is not None:
+        taken["prompt_lookup_min"] = longest
     return taken
 
 

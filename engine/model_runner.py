@@ -194,7 +194,7 @@ class ModelRunner:
         activations = 0
         if config.num_blocks_override is None and config.kv_cache_memory_bytes is None:
             progress(_WARM_UP, 0.5)
-            scheduled, pool = self._step_of(tokens=self.max_num_batched_tokens, rows=config.max_num_seqs)
+            scheduled, pool = self._step_of(tokens=self.max_num_batched_tokens, rows=config.max_sampled_rows)
             activations = meter.peak(lambda: self._compute(scheduled, pool))
             del scheduled, pool
         progress(_WARM_UP, 1.0)

@@ -256,11 +256,16 @@ class Scheduler:
             else:
                 table = request.block_table.block_ids
                 decodes.append(ScheduledSequence(request, computed, 1, table, True, request.top))
-        if output.preempted:
+        if output.preempted or output.outgrown:
             decodes = [item for item in decodes if item.request.status is running]
         return decodes
 
     def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
+        """Take the victim's blocks. If all its tokens do not fit the whole pool it ends, as it could never run again."""
+        if not self.cache.can_recompute(victim):
+            self.finish(victim)
+            output.outgrown.append(victim)
+            return
         self._leave(victim)
         self.preemption.take_blocks(victim, output.moves, self._clock())
         output.preempted.append(victim)

@@ -43,7 +43,6 @@ LLM_ARGUMENTS: Accepted = {
     "hf_token": (_ANY,),
     "download_dir": (_ANY,),  # nothing is downloaded
     "limit_mm_per_prompt": (None, {}),
-    "speculative_config": (None,),
     "compilation_config": (_ANY,),
 }
 

@@ -199,6 +199,7 @@ class Bench:
         self.tokens: dict[str, list[int]] = {}  # of each request's first choice
         self.choices: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[str, SequenceOutput] = {}
+        self._late: list[SequenceOutput] = []
         self.choice_ends: dict[tuple[str, int], SequenceOutput] = {}
 
     def _clock(self) -> float:
@@ -216,8 +217,14 @@ class Bench:
     def abort(self, request_id: str) -> None:
         self._fold(self.core.abort(request_id))
 
+    def abort_in_flight(self, request_id: str) -> None:
+        """Abort while a step is computed; it is told after what that step brings."""
+        self._late += self.core.abort(request_id)
+
     def step(self) -> None:
-        self._fold(self.core.step())
+        outputs = self.core.step()
+        self._fold([*outputs, *self._late])
+        self._late.clear()
         self.core.check()
 
     def run(self, max_steps: int = 100_000) -> None:

@@ -326,3 +326,13 @@ def test_token_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
     with pytest.raises(RequestError) as caught:
         check_request(own, LIMITS)
     assert caught.value.param == "prompt_token_ids" and str(bad) in caught.value.message
+
+
+def test_a_preempted_choice_that_fills_the_whole_pool_ends_with_what_it_has() -> None:
+    """Its prompt takes every block, and the chunk that recomputes it ends where the pool does."""
+    bench = Bench(num_blocks=1 + 3, block_size=8, max_num_batched_tokens=7)
+    bench.add(make("r", range(1, 25), 9, n=3, seed=2, ignore_eos=True))
+    bench.run()
+    for choice in range(3):
+        assert bench.choice_ends["r", choice].finish_reason == "length"
+        assert bench.choices["r", choice] == twin(range(1, 25), 2, 1, ignore_eos=True, choice=choice)

@@ -104,7 +104,7 @@ class InFlightAborts:
         sampled = self._execute(output)
         for name in self.pending:
             free = self._bench.cache.pool.num_free
-            self._bench.abort(name)
+            self._bench.abort_in_flight(name)
             assert self._bench.cache.pool.num_free == free, "a block left the fence while its step was in flight"
         self.pending.clear()
         return sampled
