@@ -261,7 +261,7 @@ class Scheduler:
         return decodes
 
     def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
-        """Take the victim's blocks. If all its tokens do not fit the whole pool it ends, as it could never run again."""
+        """Take the victim's blocks. If the whole pool is too small for its tokens it ends: it could never run again."""
         if not self.cache.can_recompute(victim):
             self.finish(victim)
             output.outgrown.append(victim)
