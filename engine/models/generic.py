@@ -20,6 +20,7 @@ from pagemill.engine.models import probe
 from pagemill.engine.models.attention_interface import NAME, PagedAttention, carry, register
 from pagemill.engine.models.attention_trace import LayerAttention, Trace, trace
 from pagemill.engine.models.base import Loading
+from pagemill.engine.models.quiet import quiet_transformers
 from pagemill.engine.models.refusals import read_config, refused, rope_tables
 from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
 from pagemill.kernels.layout import KVLayout, LayerKV
@@ -38,7 +39,7 @@ class GenericModel:
         traced = _traced(folder, config)
         self.spec = _spec(folder, config, traced, max_model_len)
         self._attention = PagedAttention(loading.ops)
-        with _quiet():
+        with quiet_transformers():
             model = _load(folder, config, loading)
             problem = self._try(model, traced, loading)
         if problem is not None:
@@ -192,7 +193,7 @@ _REPORT = {
 
 def _traced(folder: ModelFolder, config: Any) -> Trace:
     """The model's attention, checked for what the pool can hold and the kernels can compute."""
-    with _quiet():
+    with quiet_transformers():
         try:
             found = trace(config)
         except Exception as error:  # models that do not follow the interface fail in ways of their own
@@ -265,19 +266,3 @@ def _longest(folder: ModelFolder, config: Any) -> int | None:
 def _one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' bars and remarks from the user's terminal; what matters is raised here."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

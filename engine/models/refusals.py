@@ -11,6 +11,7 @@ from typing import Any
 
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import ModelFolder
+from pagemill.engine.models.quiet import quiet_transformers
 
 _ATTENTION = ("full_attention", "sliding_attention", "attention", "global_attention", "local_attention")
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "_block_types", "layers_block_types")
@@ -40,7 +41,8 @@ def read_config(folder: ModelFolder) -> Any:
         code = "; it brings code of its own, which is never run" if "auto_map" in folder.config else ""
         raise refused(folder, f"transformers {__version__} does not know the model type {model_type!r}{code}")
     try:
-        config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its validation raises what each class sees fit
         raise ConfigError(f"{folder.path / 'config.json'} is not plausible: {error}") from error
     reason = refusal(folder.architecture, config.to_dict())
