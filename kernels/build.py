@@ -190,6 +190,7 @@ def call_all(ops: TritonOps, shape: ModelShape) -> None:
     ops.edit_logits(logits, LogitEdits.one_of_each(shape.vocab))
     ops.logprobs(logits, torch.zeros(2, dtype=torch.int64), 5)
     batch = SampleBatch.greedy(2)
+    ops.sample(logits, batch)
     ops.sample(logits, dataclasses.replace(batch, temperature=batch.temperature + 1, top_k=batch.top_k + 5))
 
 

@@ -304,6 +304,9 @@ def _sample_greedy(ops: Ops, device: str) -> Outcome:
     logits[0, [70, 4999]] = 50.0
     logits[1, -1] = 50.0
     logits[2] = 0.0
+    logits[3, 4000] = torch.nan
+    logits[4] = -torch.inf
+    logits[5, [9, 4000]] = torch.inf
     batch = SampleBatch.greedy(6)
     return _exact(ops.sample(logits.to(device), batch).cpu(), ReferenceOps().sample(logits, batch))
 

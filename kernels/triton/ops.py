@@ -284,12 +284,15 @@ class TritonOps:
         rows, vocab = logits.shape
         device = logits.device
         chunks = -(-vocab // (_SAMPLE_GROUPS * 4))
-        thresholds = logit_thresholds(self._launch, _rows(logits), batch)
-        parameters = torch.from_numpy(sample_parameters(batch)).to(device, non_blocking=True)
+        greedy = not batch.temperature.any()
+        thresholds = parameters = noisy_best = noisy_id = None
+        if not greedy:
+            thresholds = logit_thresholds(self._launch, _rows(logits), batch)
+            parameters = torch.from_numpy(sample_parameters(batch)).to(device, non_blocking=True)
+            noisy_best = torch.empty((rows, chunks), dtype=torch.float64, device=device)
+            noisy_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
         raw_best = torch.empty((rows, chunks), dtype=torch.float32, device=device)
         raw_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
-        noisy_best = torch.empty((rows, chunks), dtype=torch.float64, device=device)
-        noisy_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
         output = torch.empty(rows, dtype=torch.int64, device=device)
         self._launch(
             sample_chunk_kernel,
@@ -298,13 +301,14 @@ class TritonOps:
             raw_id,
             noisy_best,
             noisy_id,
-            logits,
+            _rows(logits),
             thresholds,
             parameters,
             vocab,
             chunks,
             logits.stride(0),
             GROUPS=_SAMPLE_GROUPS,
+            GREEDY=greedy,
             num_warps=4,
         )
         self._launch(
@@ -318,6 +322,7 @@ class TritonOps:
             parameters,
             chunks,
             CHUNKS_PAD=next_power_of_two(chunks),
+            GREEDY=greedy,
             num_warps=1,
         )
         return output

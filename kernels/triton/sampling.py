@@ -69,16 +69,17 @@ def sample_chunk_kernel(
     chunks,
     logits_stride: tl.int64,
     GROUPS: tl.constexpr,
+    GREEDY: tl.constexpr,
 ):
     """Best raw and best noisy candidate among 4 * GROUPS tokens. Grid (chunks, rows).
 
-    A raw best of NaN says that the chunk holds one. The lowest id wins ties.
+    A raw best of NaN says that the chunk holds one. The lowest id wins ties. With GREEDY all rows are that, and nothing
+    is read or written but logits and raw bests.
     """
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     at = row * chunks + chunk
     row_logits = logits + row * logits_stride
-    row_parameters = parameters + row * 8
     group = chunk * GROUPS + tl.arange(0, GROUPS)
 
     ids = chunk * GROUPS * 4 + tl.arange(0, GROUPS * 4)
@@ -89,26 +90,30 @@ def sample_chunk_kernel(
     tl.store(raw_id + at, tl.min(tl.where(clean == best, ids, 2147483647), 0))
     tl.store(raw_best + at, tl.where(spoilt > 0, float("nan"), best))
 
-    temperature = tl.load(row_parameters + 5).to(tl.float32, bitcast=True).to(tl.float64)
-    if temperature > 0.0:
-        threshold = tl.load(thresholds + row)
-        w0, w1, w2, w3 = philox_words(group, row_parameters)
-        first = group * 4
-        c0 = _candidate(row_logits, first, vocab, temperature, threshold, w0)
-        c1 = _candidate(row_logits, first + 1, vocab, temperature, threshold, w1)
-        c2 = _candidate(row_logits, first + 2, vocab, temperature, threshold, w2)
-        c3 = _candidate(row_logits, first + 3, vocab, temperature, threshold, w3)
-        top = tl.max(tl.maximum(tl.maximum(c0, c1), tl.maximum(c2, c3)), 0)
-        winner = tl.where(c3 == top, first + 3, 2147483647)
-        winner = tl.where(c2 == top, first + 2, winner)
-        winner = tl.where(c1 == top, first + 1, winner)
-        winner = tl.where(c0 == top, first, winner)
-        tl.store(noisy_id + at, tl.min(winner, 0))
-        tl.store(noisy_best + at, top)
+    if not GREEDY:
+        row_parameters = parameters + row * 8
+        temperature = tl.load(row_parameters + 5).to(tl.float32, bitcast=True).to(tl.float64)
+        if temperature > 0.0:
+            threshold = tl.load(thresholds + row)
+            w0, w1, w2, w3 = philox_words(group, row_parameters)
+            first = group * 4
+            c0 = _candidate(row_logits, first, vocab, temperature, threshold, w0)
+            c1 = _candidate(row_logits, first + 1, vocab, temperature, threshold, w1)
+            c2 = _candidate(row_logits, first + 2, vocab, temperature, threshold, w2)
+            c3 = _candidate(row_logits, first + 3, vocab, temperature, threshold, w3)
+            top = tl.max(tl.maximum(tl.maximum(c0, c1), tl.maximum(c2, c3)), 0)
+            winner = tl.where(c3 == top, first + 3, 2147483647)
+            winner = tl.where(c2 == top, first + 2, winner)
+            winner = tl.where(c1 == top, first + 1, winner)
+            winner = tl.where(c0 == top, first, winner)
+            tl.store(noisy_id + at, tl.min(winner, 0))
+            tl.store(noisy_best + at, top)
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def sample_row_kernel(output, raw_best, raw_id, noisy_best, noisy_id, parameters, chunks, CHUNKS_PAD: tl.constexpr):
+def sample_row_kernel(
+    output, raw_best, raw_id, noisy_best, noisy_id, parameters, chunks, CHUNKS_PAD: tl.constexpr, GREEDY: tl.constexpr
+):
     """The token of a row from its chunks, -1 where the row holds NaN or only -inf. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS_PAD)
@@ -118,10 +123,11 @@ def sample_row_kernel(output, raw_best, raw_id, noisy_best, noisy_id, parameters
     spoilt = tl.max((raw != raw).to(tl.int32), 0)
     best = tl.max(tl.where(raw != raw, float("-inf"), raw), 0)
     token = tl.min(tl.where(raw == best, tl.load(raw_id + at, mask=mask, other=2147483647), 2147483647), 0)
-    temperature = tl.load(parameters + row * 8 + 5).to(tl.float32, bitcast=True)
-    if (temperature > 0.0) & (best < float("inf")):
-        noisy = tl.load(noisy_best + at, mask=mask, other=float("-inf"))
-        top = tl.max(noisy, 0)
-        token = tl.min(tl.where(noisy == top, tl.load(noisy_id + at, mask=mask, other=2147483647), 2147483647), 0)
+    if not GREEDY:
+        temperature = tl.load(parameters + row * 8 + 5).to(tl.float32, bitcast=True)
+        if (temperature > 0.0) & (best < float("inf")):
+            noisy = tl.load(noisy_best + at, mask=mask, other=float("-inf"))
+            top = tl.max(noisy, 0)
+            token = tl.min(tl.where(noisy == top, tl.load(noisy_id + at, mask=mask, other=2147483647), 2147483647), 0)
     token = tl.where((spoilt > 0) | (best == float("-inf")), -1, token)
     tl.store(output + row, token.to(tl.int64))
