@@ -9,7 +9,7 @@ BENCH := build/bench
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run serve test check bench bench-scheduler bench-speculation bench-sampler gpu-check clean
+.PHONY: help install run serve test check chaos bench bench-scheduler bench-speculation bench-sampler gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -43,6 +43,9 @@ check: $(STAMP)  ## formatting, lint and types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+chaos: $(STAMP)  ## 10,000 requests while engines, Redis and connections break (minutes; CHAOS="--seed 2 --requests 1000")
+	$(PY) -m tests.chaos $(CHAOS)
 
 bench: $(STAMP)  ## throughput of four workloads on this machine (JSON, one line each)
 	$(PY) bench/workloads.py $(BENCH)

@@ -14,6 +14,7 @@ only.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import threading
@@ -50,6 +51,7 @@ class _LoopThread:
             return AsyncClient(config, **options)
 
         self.pid = os.getpid()
+        self._closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pagemill-client", daemon=True)
         self._thread.start()
@@ -62,6 +64,10 @@ class _LoopThread:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            if not self._closing:
+                raise
+            raise RuntimeError("the client was closed while this call waited") from None
         except BaseException:
             future.cancel()
             raise
@@ -73,10 +79,19 @@ class _LoopThread:
         if threading.current_thread() is self._thread:  # the garbage collector may run anywhere
             self._loop.stop()
             return
-        self.run(self.client.aclose())
+        self._closing = True
+        self.run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        """Close the client; calls of other threads that still wait are told so instead of waiting for ever."""
+        waiting = asyncio.all_tasks() - {asyncio.current_task()}
+        await self.client.aclose()
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 class Handle:

@@ -52,22 +52,28 @@ _UNAVAILABLE_WORDS = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "BUSY ", "UNKILLAB
 MIN_VERSION = (7, 0)
 
 REPLY_TIMEOUT_S = 5.0
+CONNECTIONS = 32  # of one client; more calls at a time wait for a free one, where redis-py's pool would refuse them
 
 
 class Client(aioredis.Redis):
-    """A client whose commands take `REPLY_TIMEOUT_S` at most, retries included; then it raises `TimeoutError`.
+    """A client whose commands take `REPLY_TIMEOUT_S` at most, retries included; then it raises `TimeoutError`. The
+    time starts when one of its connections is free.
 
     redis-py's own `socket_timeout` is off: with it each send goes through `asyncio.wait_for`, which before Python 3.12
     forgets a cancellation that comes while the send completes. A task that was told to end would go on for ever.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._free_connections = asyncio.Semaphore(CONNECTIONS)
+
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        async with asyncio.timeout(REPLY_TIMEOUT_S):
+        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
     async def run_pipeline(self, pipeline: Pipeline) -> list[Any]:
         """Send a pipeline. Replies in order; a command that failed has its exception in its place."""
-        async with asyncio.timeout(REPLY_TIMEOUT_S):
+        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
             return list(await pipeline.execute(raise_on_error=False))
 
 

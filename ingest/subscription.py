@@ -290,10 +290,12 @@ class EventHub:
                 else:
                     _log.info("subscription connection lost and made anew", reason=str(error))
             finally:
-                self._pubsub = None
-                self._ready.clear()
-                with contextlib.suppress(RedisError, OSError):
-                    await pubsub.aclose()
+                # Closed under somebody who subscribes just now, it would fail in ways that say nothing.
+                async with self._lock:
+                    self._pubsub = None
+                    self._ready.clear()
+                    with contextlib.suppress(RedisError, OSError):
+                        await pubsub.aclose()
             await backoff.sleep()
 
     def _route(self, message: Mapping[str, Any]) -> None:
