@@ -48,12 +48,12 @@ class GenericModel:
 
     def _try(self, model: Any, traced: Trace, loading: Loading) -> str | None:
         """Compute a few tokens by the model alone, put the kernels into it and compute them again: what is wrong."""
-        vocab_size, device = self.spec.vocab_size, loading.device
+        device = loading.device
         with probe.short_windows(model):
             try:
-                plain = probe.plain_logits(model, vocab_size, device)
+                plain = probe.plain_logits(model, self.spec, device)
                 with probe.rounding_noise(model):
-                    shifted = probe.plain_logits(model, vocab_size, device)
+                    shifted = probe.plain_logits(model, self.spec, device)
             except Exception as error:  # models raise what their code happens to stumble over
                 return f"it does not compute with transformers itself: {_one_line(error)}"
             try:

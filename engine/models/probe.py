@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pagemill.engine.models.base import Model
+from pagemill.engine.models.spec import ModelSpec
 from pagemill.kernels.layout import KVLayout, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 
@@ -35,16 +36,17 @@ _COARSE, _COARSE_SHARE = 2.0, 0.9
 _FINE, _FINE_SHARE = 50.0, 0.95
 
 
-def sequences(vocab_size: int) -> list[list[int]]:
-    """The token ids of the two sequences."""
+def _sequences(spec: ModelSpec) -> list[list[int]]:
+    """The token ids of the two sequences; those of a model for shorter ones are shorter."""
     draw = torch.Generator().manual_seed(20)
-    return [torch.randint(vocab_size, (length,), generator=draw).tolist() for length in _LENGTHS]
+    lengths = [min(length, spec.max_model_len) for length in _LENGTHS]
+    return [torch.randint(spec.vocab_size, (length,), generator=draw).tolist() for length in lengths]
 
 
-def plain_logits(model: Any, vocab_size: int, device: str) -> torch.Tensor:
+def plain_logits(model: Any, spec: ModelSpec, device: str) -> torch.Tensor:
     """float32 [57, vocab_size] of the sequences, one after the other, each alone through the whole model."""
     rows = []
-    for ids in sequences(vocab_size):
+    for ids in _sequences(spec):
         rows.append(model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0].float().cpu())
     return torch.cat(rows)
 
@@ -73,12 +75,15 @@ def paged_logits(model: Model, layout: Callable[[int, int], KVLayout], device: s
     shape = layout(_NUM_BLOCKS, BLOCK_SIZE)
     pool = shape.allocate().fill_(float("nan"))  # what was never written must never be read
     kv = [shape.layer(pool, index) for index in range(shape.num_layers)]
-    ids = sequences(model.spec.vocab_size)
+    ids = _sequences(model.spec)
     found: list[list[torch.Tensor]] = [[] for _ in ids]
     done = [0] * len(ids)
-    for counts in _STEPS:
+    for most in _STEPS:
+        counts = [min(count, len(ids[index]) - done[index]) for index, count in enumerate(most)]
+        if not any(counts):
+            break
         logits = _step(model, kv, ids, done, counts, device)
-        for sequence, part in enumerate(torch.split(logits.cpu(), list(counts))):
+        for sequence, part in enumerate(torch.split(logits.cpu(), counts)):
             found[sequence].append(part)
             done[sequence] += counts[sequence]
     return torch.cat(list(itertools.chain.from_iterable(found)))

@@ -230,7 +230,10 @@ def test_max_model_len_is_the_models_or_less(tmp_path: Path) -> None:
     path = save_model(GENERIC["gpt_neox"](), tmp_path)
     with pytest.raises(ConfigError, match="max_model_len 129 is more than the model's 128 tokens"):
         make_runner(path, "cpu", max_model_len=129)
-    assert make_runner(path, "cpu", max_model_len=40).spec.max_model_len == 40
+    for longest in (40, 20, 1):
+        assert make_runner(path, "cpu", max_model_len=longest).spec.max_model_len == longest
+    short = save_model(tiny("gpt_bigcode", max_position_embeddings=8), tmp_path / "short")
+    assert make_runner(short, "cpu").spec.max_model_len == 8
 
 
 def test_longrope_is_served_as_far_as_its_frequencies_do_not_depend_on_the_batch(tmp_path: Path) -> None:
