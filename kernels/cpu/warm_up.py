@@ -17,7 +17,7 @@ def warm_up(ops: CpuOps, layout: KVLayout, progress: Callable[[str, float], None
     """Compile every kernel, or load it from the cache, by running it once on next to nothing.
 
     layout: any pool of the model's dtype; one of a single small block does, since sizes are not compiled in. progress
-    is called with a text and the share done, 0 to 1. Takes some 10 s in all the first time, well under one afterwards.
+    is called with a text and the share done, 0 to 1. Takes some 15 s in all the first time, well under one afterwards.
     """
     dtype, heads, dim = layout.dtype, layout.num_kv_heads, layout.head_dim
     kv = layout.layer(layout.allocate(), 0)
