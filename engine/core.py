@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pagemill.engine.beam_group import BeamGroup
 from pagemill.engine.errors import RequestError
 from pagemill.engine.outputs import SequenceOutput
 from pagemill.engine.request import Request
+from pagemill.engine.sampling_group import SamplingGroup
 from pagemill.engine.scheduler import Scheduler
 from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
-from pagemill.engine.sequence_group import BeamGroup, SamplingGroup, SequenceGroup
+from pagemill.engine.sequence_group import SequenceGroup
 from pagemill.engine.tokenizer import Tokenizer
 
 PREFILL_STEP = 64  # tokens from which on a step's time is the tokens' and not the step's own
