@@ -164,6 +164,7 @@ class AsyncClient:
             tenant=checked.tenant,
             as_blob=len(data) > self.config.blob_bytes,
             tokens=checked.estimated_tokens,
+            watch_ms=checked.watch_lease_ms,
             traceparent=traceparent,
             idempotency_key=idempotency_key,
             idempotency_ttl_ms=int(self.config.idempotency_ttl_s * 1000),

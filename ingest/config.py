@@ -48,6 +48,7 @@ class QueueConfig:
     max_queued_prompt_tokens: int | None = _setting(None, "prompt tokens that may wait in the queue")
     max_tenant_queued_requests: int | None = _setting(None, "requests of one tenant that may wait in the queue")
     max_tenant_queued_prompt_tokens: int | None = _setting(None, "prompt tokens of one tenant that may wait")
+    max_tenant_running_requests: int | None = _setting(None, "requests of one tenant that may run at once")
     refuse_without_engine: bool = _setting(False, "refuse requests while no engine is alive, instead of keeping them")
     drain_timeout_s: float = _setting(30.0, "how long running requests may go on after SIGTERM")
     heartbeat_timeout_s: float = _setting(15.0, "an engine silent for this long is dead: others take its requests")
@@ -69,7 +70,7 @@ class QueueConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
-        for name in CAPS:
+        for name in (*CAPS, "max_tenant_running_requests"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**53):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -87,8 +88,15 @@ class QueueConfig:
     def caps(self) -> tuple[int | None, ...]:
         """What may wait on one shard: requests, prompt tokens, and the same of one tenant. A cap is divided among the
         shards, since no script sees more than one."""
-        values = (getattr(self, name) for name in CAPS)
-        return tuple(None if value is None else -(-value // self.shards) for value in values)
+        return tuple(self._part(getattr(self, name)) for name in CAPS)
+
+    @property
+    def tenant_cap(self) -> int | None:
+        """Requests of one tenant that may run at once on one shard."""
+        return self._part(self.max_tenant_running_requests)
+
+    def _part(self, cap: int | None) -> int | None:
+        return None if cap is None else -(-cap // self.shards)
 
     def replace(self, **changes: Any) -> QueueConfig:
         return dataclasses.replace(self, **changes)

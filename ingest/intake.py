@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -26,6 +27,14 @@ _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Postponed:
+    """An entry that cannot be begun yet, and why."""
+
+    reason: Literal["suspect", "busy"]
+    tenant: str
+
+
 class Intake:
     """Takes entries for engine `owner`, which serves `model`. Once `stopping` is set nothing more is begun, and Redis
     being unavailable is an error instead of something to wait out."""
@@ -38,9 +47,12 @@ class Intake:
         self._model = model
         self._stopping = stopping
 
-    async def take(self, entry: Entry, *, alone: bool = False) -> LiveRequest | Literal["suspect"] | None:
-        """Own an entry. None: it went to the dead letters, has ended before, or is another engine's. "suspect": it may
-        have ended an engine, and is to be taken `alone`, with nothing running beside it.
+    async def take(
+        self, entry: Entry, *, alone: bool = False, busy: Container[str] = ()
+    ) -> LiveRequest | Postponed | None:
+        """Own an entry. None: it went to the dead letters, has ended before, or is another engine's. It is postponed if
+        it may have ended an engine, and is to be taken `alone`, with nothing running beside it; or if as many of its
+        tenant run as may, or others of its tenant wait for that: it is one of `busy`.
 
         Where the request is not to run, `stopping` of what is returned says how it ends.
         """
@@ -62,6 +74,8 @@ class Intake:
         seed = body.params.seed if body is not None and body.params.seed is not None else secrets.randbits(64)
         tenant = body.tenant if body is not None else "default"
         tokens = body.estimated_tokens if body is not None else 0
+        if tenant in busy:
+            return Postponed("busy", tenant)
         call = scripts.begin(
             entry,
             self._owner,
@@ -70,12 +84,14 @@ class Intake:
             tenant=tenant,
             seed=seed,
             tokens=tokens,
+            watch_ms=None if body is None else body.watch_lease_ms,
+            tenant_cap=self._config.tenant_cap,
             max_attempts=self._max_attempts(body),
             alone=alone,
         )
         begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
-        if begun == "suspect":
-            return "suspect"
+        if begun == "suspect" or begun == "busy":
+            return Postponed(begun, tenant)
         if isinstance(begun, str):
             _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
             return None

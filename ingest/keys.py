@@ -81,6 +81,9 @@ class ShardKeys:
     def blob(self, request_id: str) -> str:
         return self._key(f"blob:{request_id}")
 
+    def watch(self, request_id: str) -> str:
+        return self._key(f"watch:{request_id}")
+
     def idempotency(self, tenant: str, key: str) -> str:
         return self._key(f"idem:{tenant}:{hashlib.sha256(key.encode()).hexdigest()}")
 

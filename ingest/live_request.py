@@ -20,6 +20,8 @@ from pagemill.ingest.entries import Entry
 from pagemill.ingest.events import ChoiceTranscript, State, Transcript, event
 from pagemill.ingest.schema import RequestBody
 
+UNWATCHED_S = 1.0
+
 _STATES: dict[FinishReason, State] = {
     "stop": "completed",
     "length": "completed",
@@ -62,6 +64,7 @@ class LiveRequest:
     transcript: Transcript = field(default_factory=Transcript)
 
     published: int = field(init=False)
+    unwatched_since: float | None = field(default=None, init=False)
     flushed_at: float = field(default=0.0, init=False)
     _events: list[bytes] = field(default_factory=list, init=False)
     _started: bool = field(default=False, init=False)
@@ -94,6 +97,15 @@ class LiveRequest:
     @property
     def flush_s(self) -> float:
         return 0.0 if self.body is None else self.body.flush_ms / 1000
+
+    def is_abandoned(self, unwatched: bool, now: float) -> bool:
+        """Whether nobody watches it any more. Found twice, `UNWATCHED_S` apart: after an outage of the server those who
+        watch need a moment to say so again."""
+        if not unwatched:
+            self.unwatched_since = None
+        elif self.unwatched_since is None:
+            self.unwatched_since = now
+        return self.unwatched_since is not None and now - self.unwatched_since >= UNWATCHED_S
 
     def take(self, output: SequenceOutput) -> None:
         """Take an increment of the engine in."""
@@ -257,6 +269,10 @@ class LiveRequest:
 
 def cancelled_error() -> RequestError:
     return RequestError("cancelled", "the request was cancelled")
+
+
+def unwatched_error() -> RequestError:
+    return RequestError("cancelled", "nobody watches the request any more")
 
 
 def expired_error() -> RequestError:

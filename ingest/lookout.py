@@ -142,6 +142,7 @@ class Lookout:
             ttl_ms=body.ttl_ms if body.ttl_ms is not None else self._config.default_ttl_ms,
             tenant=body.tenant,
             tokens=body.estimated_tokens,
+            watch_ms=body.watch_lease_ms,
             admission=self._admission,
             keeping=self._keeping,
             error=error,

@@ -162,6 +162,8 @@ class Outbox:
                 self._on_end(live, "written")
             elif reply.cancel or reply.expired:
                 self._on_cancel(live, "cancelled" if reply.cancel else "expired")
+            elif live.is_abandoned(reply.unwatched, self._clock()):
+                self._on_cancel(live, "unwatched")
         elif reply.status == "cancelled":
             live.turn_cancelled()
             self.flush_now(live)

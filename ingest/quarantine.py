@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from pagemill.ingest.entries import Entry
+from pagemill.ingest.intake import Postponed
 
 LOOK_S = 1.0
 
@@ -23,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Quarantine:
-    """Keeps suspects apart. `take(entry)` ends one that is not to run any more, or says "suspect" again; `is_empty()`:
+    """Keeps suspects apart. `take(entry)` ends one that is not to run any more, or postpones it again; `is_empty()`:
     nothing runs now; `run_alone(entry)` returns once the suspect is cleared."""
 
     def __init__(
@@ -92,7 +93,7 @@ class Quarantine:
         """Those who wait here may have been cancelled, or be past their deadline."""
         for _ in range(len(self._suspects)):
             entry = self._suspects.popleft()
-            if await self._take(entry) == "suspect":
+            if isinstance(await self._take(entry), Postponed):
                 self._suspects.append(entry)
         if not self._suspects:
             self._clear.set()

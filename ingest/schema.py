@@ -110,9 +110,7 @@ def _prompt(value: Any) -> str:
 
 
 def _on_disconnect(name: str, value: Any) -> str:
-    if value == "cancel":
-        raise invalid('on_disconnect "cancel" is not supported yet', name)
-    if value != "continue":
+    if value not in ("continue", "cancel"):
         raise invalid('on_disconnect must be "continue" or "cancel"', name)
     return str(value)
 
@@ -168,6 +166,11 @@ class RequestBody:
     on_disconnect: str = "continue"
     watch_ms: int = 30_000
     metadata: dict[str, str] | None = None
+
+    @property
+    def watch_lease_ms(self) -> int | None:
+        """For how long it may go on with nobody watching it. None: for ever."""
+        return self.watch_ms if self.on_disconnect == "cancel" else None
 
     @property
     def estimated_tokens(self) -> int:

@@ -30,6 +30,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "submit": ("waiting", "admission"),
     "accept": ("waiting", "admission"),
     "begin": ("waiting", "suspicion"),
+    "oldest": ("waiting",),
     "reap": ("suspicion",),
     "cancel": ("waiting",),
     "release": ("waiting",),
@@ -122,7 +123,11 @@ class Admission:
 
     @property
     def cap_args(self) -> tuple[int | str, ...]:
-        return tuple("" if cap is None else cap for cap in self.caps)
+        return tuple(map(_or_empty, self.caps))
+
+
+def _or_empty(value: int | None) -> int | str:
+    return "" if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,7 @@ def submit(
     tenant: str,
     as_blob: bool,
     tokens: int = 0,
+    watch_ms: int | None = None,
     traceparent: str | None = None,
     idempotency_key: str | None = None,
     idempotency_ttl_ms: int = 86_400_000,
@@ -167,7 +173,7 @@ def submit(
     keeping: Keeping = Keeping(),
 ) -> Call:
     """Accept or refuse a request. `submission` is a fresh random word, the same when the call is repeated; `tokens` is
-    about the length of its prompt."""
+    about the length of its prompt, `watch_ms` for how long it may go on unwatched (None: for ever)."""
     keys = [shard.streams[priority], shard.record(request_id), shard.blob(request_id), shard.statistics]
     keys += [shard.waiting, shard.load]
     if idempotency_key is not None:
@@ -177,7 +183,7 @@ def submit(
     args = (request_id, priority, body, body_hash, submission, ttl_ms, GRACE_MS, tenant, blob, traceparent or "")
     place = (idempotency_ttl_ms, shard.base, GROUP, tokens, keeping.result_ttl_ms, keeping.replay_ttl_ms)
     rule = (admission.heartbeat_timeout_ms, "1" if admission.needs_engine else "0", *admission.cap_args)
-    return Call("submit", tuple(keys), (*args, *place, *rule))
+    return Call("submit", tuple(keys), (*args, *place, *rule, _or_empty(watch_ms)))
 
 
 def accept(
@@ -189,6 +195,7 @@ def accept(
     tokens: int,
     admission: Admission,
     keeping: Keeping,
+    watch_ms: int | None = None,
     error: bytes = b"",
     dead_letter: str = "",
 ) -> Call:
@@ -200,7 +207,7 @@ def accept(
     keys = (entry.stream_key, shard.record(request_id), shard.statistics, shard.waiting, shard.load, shard.dead_letters)
     what = (GROUP, entry.entry_id, request_id, entry.stream, ttl_ms, tenant, tokens, GRACE_MS, shard.base)
     how = (keeping.result_ttl_ms, keeping.replay_ttl_ms, admission.heartbeat_timeout_ms, error, dead_letter)
-    return Call("accept", keys, (*what, *how, *admission.cap_args))
+    return Call("accept", keys, (*what, *how, *admission.cap_args, _or_empty(watch_ms)))
 
 
 def sweep(shard: ShardKeys, owner: str, *, first: int, count: int, keeping: Keeping) -> Call:
@@ -226,7 +233,7 @@ class BeginReply:
     alone: int = 0
 
     @classmethod
-    def read(cls, reply: list[bytes]) -> BeginReply | Literal["lost", "duplicate", "ended", "suspect"]:
+    def read(cls, reply: list[bytes]) -> BeginReply | Literal["lost", "duplicate", "ended", "suspect", "busy"]:
         if reply[0] != b"ok":
             return reply[0].decode()  # type: ignore[return-value]
         attempt, released, seq, seed, created, deadline, now = (int(number) for number in reply[1:8])
@@ -242,11 +249,14 @@ def begin(
     tenant: str,
     seed: int,
     tokens: int = 0,
+    watch_ms: int | None = None,
     max_attempts: int = 3,
     alone: bool = False,
+    tenant_cap: int | None = None,
 ) -> Call:
-    """Become the owner of a delivered entry. `ttl_ms`, `tenant` and `tokens` count for an entry without a record.
-    `alone`: nothing will run beside it, so it may be one that has ended an engine."""
+    """Become the owner of a delivered entry. `ttl_ms`, `tenant`, `tokens` and `watch_ms` count for an entry without a
+    record. `alone`: nothing will run beside it, so it may be one that has ended an engine. `tenant_cap`: requests of
+    one tenant that may run at once."""
     shard = entry.shard
     return Call(
         "begin",
@@ -261,7 +271,7 @@ def begin(
         ),
         (
             *(GROUP, entry.entry_id, owner, request_id, ttl_ms, tenant, entry.stream, seed, GRACE_MS, tokens),
-            *(max_attempts, "1" if alone else "0"),
+            *(max_attempts, "1" if alone else "0", _or_empty(tenant_cap), _or_empty(watch_ms)),
         ),
     )
 
@@ -274,12 +284,13 @@ class WriteReply:
     seq: int = 0
     cancel: bool = False
     expired: bool = False
+    unwatched: bool = False
 
     @classmethod
     def read(cls, reply: bytes) -> WriteReply:
         status, *numbers = reply.decode().split()
-        seq, cancel, expired = (*(int(number) for number in numbers), 0, 0, 0)[:3]
-        return cls(status, seq, bool(cancel), bool(expired))  # type: ignore[arg-type]
+        seq, cancel, expired, unwatched = (*(int(number) for number in numbers), 0, 0, 0, 0)[:4]
+        return cls(status, seq, bool(cancel), bool(expired), bool(unwatched))  # type: ignore[arg-type]
 
 
 def append(
@@ -372,6 +383,11 @@ def reap(
     keys = (shard.heartbeats, shard.delayed, *shard.streams)
     how = (retry_delay_ms, "1" if old_beats_count else "0", "1" if ending_only else "0")
     return Call("reap", keys, (GROUP, owner, timeout_ms, count, shard.base, *how))
+
+
+def oldest(shard: ShardKeys) -> Call:
+    """How many ms the oldest entry that nobody was given has waited, for each stream; 0 where nothing waits."""
+    return Call("oldest", shard.streams, (GROUP,))
 
 
 def read_given(shard: ShardKeys, reply: Sequence[Any]) -> list[Entry]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import structlog
 from redis.exceptions import RedisError, ResponseError
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.policy import AGED_TURN, AGEING_S
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
@@ -20,8 +21,34 @@ from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lo
 
 _PAGE = 100
 REAP_S = 1.0
+WEIGHTS = (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 2)  # 8 turns of 12 for high, 3 for normal, 1 for batch priority
 
 _log = structlog.get_logger(__name__)
+
+
+class Turns:
+    """Which stream is read first: priorities share the turns by `WEIGHTS`, and what has waited `AGEING_S` gets one turn
+    in `AGED_TURN`, the oldest first. A stream that has nothing leaves its turn to the others, high priority first.
+
+    `waited_ms`: how long the oldest entry of each stream has waited, as far as is known.
+    """
+
+    def __init__(self) -> None:
+        self.waited_ms: list[int] = [0] * PRIORITIES
+        self._turn = 0
+
+    def order(self) -> list[int]:
+        """The streams in the order in which they are asked for the next entry."""
+        oldest = max(range(PRIORITIES), key=self.waited_ms.__getitem__)
+        if self._turn % AGED_TURN == AGED_TURN - 1 and self.waited_ms[oldest] >= AGEING_S * 1000:
+            first = oldest
+        else:
+            first = WEIGHTS[self._turn % len(WEIGHTS)]
+        return [first, *(stream for stream in range(PRIORITIES) if stream != first)]
+
+    def take(self) -> None:
+        """An entry has been found: the next turn."""
+        self._turn += 1
 
 
 class StreamReader:
@@ -49,6 +76,7 @@ class StreamReader:
         self._may_reap = may_reap
         self._clock = clock
         self._blocking = connect_blocking(config.redis_url, owner)
+        self._turns = Turns()
         self._grouped = False
         self._recover = False
         self._reap_at = clock()
@@ -108,10 +136,19 @@ class StreamReader:
             if entries:
                 return entries
             # Several engines look at different moments, so that the entries of a dead one are spread over them.
+            self._turns.waited_ms = await scripts.run_one(self._client, scripts.oldest(self._shard))
             self._reap_at = self._clock() + min(REAP_S, self._config.heartbeat_timeout_s / 3) * random.uniform(0.5, 1.0)
-        async with asyncio.timeout(self._config.block_ms / 1000 + 5):
+        for stream in self._turns.order():
+            entries = await self._read_new((self._shard.streams[stream],), block_ms=None)
+            if entries:
+                self._turns.take()
+                return entries
+        return await self._read_new(self._shard.streams, block_ms=self._config.block_ms)
+
+    async def _read_new(self, streams: Sequence[str], block_ms: int | None) -> list[Entry]:
+        async with asyncio.timeout((block_ms or 0) / 1000 + 5):
             reply: Any = await self._blocking.xreadgroup(
-                GROUP, self._owner, dict.fromkeys(self._shard.streams, ">"), count=1, block=self._config.block_ms
+                GROUP, self._owner, dict.fromkeys(streams, ">"), count=1, block=block_ms
             )
         return self._entries(reply)
 

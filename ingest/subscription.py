@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 import redis.asyncio as aioredis
 import structlog
+from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
 from pagemill.engine.errors import RequestError
@@ -25,6 +26,7 @@ from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
 
 PAGE = 1000  # events read from the stream at once
+WATCH_TICK_S = 0.25
 BUFFER = 256  # live events kept for a reader that is slower; beyond, it reads the stream
 
 Event = Mapping[str, Any]
@@ -37,6 +39,9 @@ class Subscription:
 
     `expected`: the request is known to exist, so its record being away means that it was lost. Otherwise `patience_s`
     is how long a request that nobody has heard of is waited for; None: for ever.
+
+    `watch_ms`: lease of those who watch, 0 where the request goes on without; None: not known yet. `renew_at`: when it
+    is to be renewed or asked for, on the monotonic clock.
     """
 
     def __init__(self, hub: EventHub, request_id: str, *, after: int, expected: bool, patience_s: float | None) -> None:
@@ -45,6 +50,7 @@ class Subscription:
         self.channel = shard.channel(request_id).encode()
         self._hub = hub
         self._record = shard.record(request_id)
+        self._watch = shard.watch(request_id)
         self._stream = shard.events(request_id)
         self._last = after
         self._after = after
@@ -54,6 +60,8 @@ class Subscription:
         self._wake = asyncio.Event()
         self._buffer: deque[tuple[int, bytes]] = deque()
         self._behind = False
+        self.watch_ms: int | None = None
+        self.renew_at = 0.0
         self.transcript = Transcript()
 
     def confirm(self) -> None:
@@ -111,6 +119,21 @@ class Subscription:
                 except TimeoutError:
                     break
                 self._wake.clear()
+
+    def say_watched(self, pipeline: Pipeline, now: float) -> None:
+        """Renew the lease of those who watch; or ask what it is, where that is not known."""
+        if self.watch_ms is None:
+            pipeline.hmget(self._record, ["state", "watch_ms"])
+            self.renew_at = now + 1.0
+        else:
+            pipeline.set(self._watch, "1", px=self.watch_ms)
+            self.renew_at = now + self.watch_ms / 3000
+
+    def learn(self, state: bytes | None, watch_ms: bytes | None) -> None:
+        """What the record says of the lease. Without a record, nothing yet."""
+        if state is not None:
+            self.watch_ms = int(watch_ms or 0) if state.decode() not in TERMINAL_STATES else 0
+            self.renew_at = 0.0
 
     async def aclose(self) -> None:
         await self._hub.close(self)
@@ -221,6 +244,7 @@ class EventHub:
         self._channels: dict[bytes, list[Subscription]] = {}
         self._ready: set[bytes] = set()
         self._task: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def open(
         self, request_id: str, *, after: int = 0, expected: bool = False, patience_s: float | None = None
@@ -238,6 +262,7 @@ class EventHub:
                     await self._pubsub.subscribe(channel)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
+            self._watching = asyncio.create_task(self._keep_watch())
         return subscription
 
     async def close(self, subscription: Subscription) -> None:
@@ -263,10 +288,35 @@ class EventHub:
             await backoff.sleep()
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        tasks = [task for task in (self._task, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._task = self._watching = None
+
+    async def _keep_watch(self) -> None:
+        """Say of every request that is followed, and wants to know, that somebody watches it."""
+        while True:
+            await asyncio.sleep(WATCH_TICK_S)
+            now = time.monotonic()
+            followed = [subscription for followers in self._channels.values() for subscription in followers[:1]]
+            due = [item for item in followed if item.watch_ms != 0 and item.renew_at <= now]
+            if not due:
+                continue
+            pipeline = self._commands.pipeline(transaction=False)
+            for item in due:
+                item.say_watched(pipeline, now)
+            try:
+                replies = await self._commands.run_pipeline(pipeline)
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    raise
+                for item in due:
+                    item.renew_at = 0.0
+                continue
+            for item, reply in zip(due, replies, strict=True):
+                if item.watch_ms is None and isinstance(reply, list):
+                    item.learn(*reply)
 
     async def _run(self) -> None:
         backoff = Backoff()

@@ -22,9 +22,10 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Container, Coroutine, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from redis.exceptions import RedisError
@@ -35,16 +36,18 @@ from pagemill.engine.prompt import Prompt, TokenIds
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry
-from pagemill.ingest.intake import Intake
+from pagemill.ingest.intake import Intake, Postponed
 from pagemill.ingest.keys import QueueKeys, ShardKeys
 from pagemill.ingest.leases import Lease
-from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
+from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error, unwatched_error
 from pagemill.ingest.lookout import Lookout
 from pagemill.ingest.outbox import Outbox, Outcome
+from pagemill.ingest.patrol import Patrol
 from pagemill.ingest.quarantine import Quarantine
 from pagemill.ingest.redis import Client, connect_commands, is_unavailable, wait_for_server
 from pagemill.ingest.schema import RequestBody
 from pagemill.ingest.stream_reader import StreamReader
+from pagemill.ingest.tenant_lines import TenantLines
 
 MAX_STARTING = 4  # entries between delivery and the engine's queue
 
@@ -71,6 +74,15 @@ class Worker:
         self._live: dict[str, LiveRequest] = {}
         self._taken: set[tuple[str, bytes]] = set()
         self._quarantine = Quarantine(self._take, is_empty=lambda: not self._live, run_alone=self._run_alone)
+        self._lines = TenantLines()
+        self._patrol = Patrol(
+            self._client,
+            self.owner,
+            config.poll_ms / 1000,
+            self._live.values,
+            on_cancel=self._on_cancel,
+            on_loss=self._outbox.drop,
+        )
         self._readers: dict[ShardKeys, StreamReader] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Semaphore(MAX_STARTING)
@@ -102,7 +114,7 @@ class Worker:
                 return
             death = asyncio.create_task(self._engine.wait_for_death())
             stopping = asyncio.create_task(self._stopping.wait())
-            loops = [self._outbox.run(), self._lease.run(), self._watch(), self._quarantine.run()]
+            loops = [self._outbox.run(), self._lease.run(), self._patrol.run(), self._quarantine.run(), self._promote()]
             loops += [self._lookout(shard).run() for shard in self._keys.shards]
             tasks = [death, stopping, *map(asyncio.create_task, loops)]
             readers = [asyncio.create_task(self._read(shard)) for shard in self._keys.shards]
@@ -186,37 +198,6 @@ class Worker:
         if self._lease.was_renewed and await self._lease.retire():
             _log.info("engine has left the queue", owner=self.owner, finished=self.finished)
 
-    async def _watch(self) -> None:
-        """Notice cancels and deadlines of requests that have nothing to append."""
-        poll_s = self._config.poll_ms / 1000
-        while True:
-            await asyncio.sleep(poll_s)
-            now = time.monotonic()
-            lives = [live for live in self._live.values() if live.ending is None and not live.detached]
-            for live in lives:
-                if now >= live.expires_at:
-                    self._on_cancel(live, "expired")
-            quiet = [live for live in lives if live.stopping is None and now - live.flushed_at >= poll_s]
-            if not quiet:
-                continue
-            pipeline = self._client.pipeline(transaction=False)
-            for live in quiet:
-                pipeline.hmget(live.entry.shard.record(live.request_id), ["owner", "attempt", "cancel"])
-            try:
-                records = await self._client.run_pipeline(pipeline)
-            except (RedisError, OSError) as error:
-                if not is_unavailable(error):
-                    raise
-                continue
-            for live, record in zip(quiet, records, strict=True):
-                if isinstance(record, BaseException):
-                    continue
-                owner, attempt, cancel = record
-                if owner != self.owner.encode() or attempt != b"%d" % live.begun.attempt:
-                    self._outbox.drop(live, "taken over" if owner else "gone")
-                elif cancel == b"1":
-                    self._on_cancel(live, "cancelled")
-
     # -- entries -------------------------------------------------------------------------------------------------
 
     async def _read(self, shard: ShardKeys) -> None:
@@ -274,11 +255,45 @@ class Worker:
     async def _serve(self, entry: Entry) -> None:
         try:
             async with self._quarantine.passing():
-                live = await self._take(entry)
-            if live == "suspect":
-                self._quarantine.add(entry)
+                self._postpone(entry, await self._take(entry, busy=self._lines))
         finally:
             self._starting.release()
+
+    def _postpone(self, entry: Entry, outcome: LiveRequest | Postponed | None) -> None:
+        """Put an entry aside if it cannot be begun yet."""
+        if isinstance(outcome, Postponed):
+            if outcome.reason == "suspect":
+                self._quarantine.add(entry)
+            else:
+                self._lines.add(outcome.tenant, entry)
+
+    async def _promote(self) -> None:
+        """Begin entries of tenants that had as many requests running as they may."""
+        while True:
+            await self._lines.wait(self._config.poll_ms / 1000)
+            for tenant in self._lines:
+                try:
+                    while self._engine.has_room() and (entry := self._lines.first(tenant)) is not None:
+                        if not await self._begin_postponed(tenant, entry):
+                            break
+                except (RedisError, OSError) as error:
+                    if not is_unavailable(error):
+                        raise
+
+    async def _begin_postponed(self, tenant: str, entry: Entry) -> bool:
+        """Whether the tenant's first entry has left its line."""
+        found: Any = await self._client.xrange(entry.stream_key, entry.entry_id, entry.entry_id)
+        outcome: LiveRequest | Postponed | None = None
+        if found:
+            async with self._quarantine.passing():
+                outcome = await self._take(replace(entry, fields=found[0][1]))
+            if outcome == Postponed("busy", tenant):
+                return False
+        else:
+            self._taken.discard((entry.stream_key, entry.entry_id))
+        self._lines.remove(tenant, entry)
+        self._postpone(entry, outcome)
+        return True
 
     async def _run_alone(self, entry: Entry) -> None:
         """Serve a suspect, and return once it needs not be alone any more."""
@@ -288,11 +303,13 @@ class Worker:
                 break
             await asyncio.sleep(0.01)
 
-    async def _take(self, entry: Entry, *, alone: bool = False) -> LiveRequest | Literal["suspect"] | None:
+    async def _take(
+        self, entry: Entry, *, alone: bool = False, busy: Container[str] = ()
+    ) -> LiveRequest | Postponed | None:
         """Own an entry and start its request. What goes wrong with it is seen to here."""
-        live: LiveRequest | Literal["suspect"] | None = None
+        live: LiveRequest | Postponed | None = None
         try:
-            live = await self._intake.take(entry, alone=alone)
+            live = await self._intake.take(entry, alone=alone, busy=busy)
             if isinstance(live, LiveRequest):
                 self._live[live.request_id] = live
                 self._empty.clear()
@@ -364,9 +381,12 @@ class Worker:
     def _on_cancel(self, live: LiveRequest, why: str) -> None:
         if live.ending is not None or live.stopping is not None or live.detached:
             return
-        live.stopping = (
-            Ending("cancelled", cancelled_error()) if why == "cancelled" else Ending("expired", expired_error())
-        )
+        endings = {
+            "cancelled": Ending("cancelled", cancelled_error()),
+            "unwatched": Ending("cancelled", unwatched_error()),
+            "expired": Ending("expired", expired_error()),
+        }
+        live.stopping = endings[why]
         self._engine.abort(live.request_id)
 
     def _on_end(self, live: LiveRequest, outcome: Outcome) -> None:
@@ -377,6 +397,7 @@ class Worker:
         if not self._live:
             self._empty.set()
             self._quarantine.notice()
+        self._lines.notice()
         if outcome == "written":
             self.finished += 1
             return

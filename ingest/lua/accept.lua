@@ -3,7 +3,7 @@
 -- KEYS 1 input stream, 2 record, 3 statistics, 4 waiting, 5 load, 6 dead letters
 -- ARGV 1 group, 2 entry, 3 request id, 4 stream number, 5 ttl ms, 6 tenant, 7 prompt tokens, 8 grace ms, 9 key base,
 --      10 result ttl ms, 11 replay ttl ms, 12 heartbeat timeout ms, 13 error as JSON (it is refused for that) or empty,
---      14 reason to keep the entry among the dead letters or empty, 15...18 caps, as in submit
+--      14 reason to keep the entry among the dead letters or empty, 15...18 caps and 19 watch, as in submit
 -- Replies "ok" "known" "taken" "duplicate", or the state in which it has ended
 local now = server_ms()
 local entry, id, stream, base = ARGV[2], ARGV[3], ARGV[4], ARGV[9]
@@ -42,6 +42,7 @@ if state then
   redis.call('UNLINK', base .. 'blob:' .. id)
   return redis.status_reply(state)
 end
+start_watch(base, id, ARGV[19])
 redis.call('PEXPIREAT', KEYS[2], deadline + tonumber(ARGV[8]))
 count(KEYS[4], KEYS[5], id, stream, entry, ARGV[7], ARGV[6], deadline)
 return redis.status_reply('ok')

@@ -2,10 +2,11 @@
 -- KEYS 1 record, 2 events
 -- ARGV 1 owner, 2 attempt, 3 offset: events before these, 4 channel, 5 grace ms, 6 "1": it has a token, so that what it is
 --      did not end the engine, 7... events as JSON
--- Replies one line, since this is called for every flush of every request: "ok <seq> <cancel> <expired>" "gap <seq>"
--- "stale" "gone"
+-- Replies one line, since this is called for every flush of every request: "ok <seq> <cancel> <expired> <unwatched>"
+-- "gap <seq>" "stale" "gone"
 local now = server_ms()
-local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'deadline', 'progress', 'alone')
+local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'deadline', 'progress', 'alone',
+  'watch_ms')
 if not record[1] then return redis.status_reply('gone') end
 if record[1] ~= 'running' or record[2] ~= ARGV[1] or record[3] ~= ARGV[2] then return redis.status_reply('stale') end
 
@@ -23,4 +24,9 @@ if first == 0 and seq > 0 then
 end
 local expired = now > tonumber(record[6]) and '1' or '0'
 local cancel = record[5] == '1' and '1' or '0'
-return redis.status_reply('ok ' .. seq .. ' ' .. cancel .. ' ' .. expired)
+local unwatched = false
+if record[9] then
+  local base, id = parts_of(KEYS[1])
+  unwatched = is_unwatched(base, id, record[9])
+end
+return redis.status_reply('ok ' .. seq .. ' ' .. cancel .. ' ' .. expired .. (unwatched and ' 1' or ' 0'))

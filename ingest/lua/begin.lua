@@ -2,12 +2,15 @@
 -- KEYS 1 record, 2 events, 3 input stream, 4 dead letters, 5 statistics, 6 waiting, 7 load
 -- ARGV 1 group, 2 entry, 3 owner, 4 request id, 5 ttl ms (of a request without a record), 6 tenant (same), 7 stream number,
 --      8 seed (kept if none is kept yet), 9 grace ms, 10 prompt tokens (of a request without a record),
---      11 attempts at most, 12 "1": it will run alone
+--      11 attempts at most, 12 "1": it will run alone, 13 requests of one tenant that may run at once or empty, 14 ms for
+--      which it may go on unwatched or empty (of a request without a record)
 -- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel, alone}
 --         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed,
 --         {"suspect"}: it may have ended its last engine, and has to run alone
+--         {"busy"}: as many requests of its tenant run as may
 local now = server_ms()
 local entry, owner, grace = ARGV[2], ARGV[3], tonumber(ARGV[9])
+local base, id = parts_of(KEYS[1])
 
 if not is_pending(KEYS[3], ARGV[1], entry, owner) then return {'lost'} end
 
@@ -28,16 +31,33 @@ end
 if not state then
   local created = accepted_at(entry, now)
   redis.call('UNLINK', KEYS[2])
-  redis.call('HSET', KEYS[1], 'attempt', 0, 'released', 0, 'seq', 0, 'owner', '', 'stream', ARGV[7], 'entry', entry,
+  redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', 0, 'released', 0, 'seq', 0, 'owner', '', 'stream', ARGV[7], 'entry', entry,
     'priority', ARGV[7], 'tenant', ARGV[6], 'created', created, 'deadline', created + tonumber(ARGV[5]),
     'tokens', ARGV[10])
+  redis.call('PEXPIREAT', KEYS[1], math.max(created + tonumber(ARGV[5]), now) + grace)
+  start_watch(base, id, ARGV[14])
 end
+local tenant = record[6] or ARGV[6]
+local is_over = record[12] == '1' or record[13] and now > tonumber(record[13])
+if ARGV[13] ~= '' and not is_over then
+  -- A set, not a counter, and each request in it until its deadline at most: what is lost in an accident mends itself.
+  local running = base .. 'run:' .. tenant
+  redis.call('ZREMRANGEBYSCORE', running, '-inf', now)
+  if not redis.call('ZSCORE', running, id) and redis.call('ZCARD', running) >= tonumber(ARGV[13]) then
+    if not state then
+      local deadline = redis.call('HGET', KEYS[1], 'deadline')
+      count(KEYS[6], KEYS[7], id, ARGV[7], entry, ARGV[10], tenant, deadline)
+    end
+    return {'busy'}
+  end
+end
+
 if state ~= 'running' or record[4] ~= owner then
   if state then
     local alone, burns, crashes = suspicion({state, record[7], record[8], record[9], record[10]})
     local burnt = tonumber(record[7]) - tonumber(record[11])
     if state == 'running' and not burns then burnt = burnt - 1 end
-    local runs = record[12] ~= '1' and now <= tonumber(record[13]) and burnt < tonumber(ARGV[11])
+    local runs = not is_over and burnt < tonumber(ARGV[11])
     if alone ~= '' and ARGV[12] ~= '1' and runs then return {'suspect'} end
     if state == 'running' and not burns then redis.call('HINCRBY', KEYS[1], 'released', 1) end
     redis.call('HSET', KEYS[1], 'alone', alone, 'crashes', crashes)
@@ -51,6 +71,10 @@ end
 if record[5] then uncount(KEYS[6], KEYS[7], ARGV[4], ARGV[7], entry, record[5], record[6]) end
 local r = redis.call('HMGET', KEYS[1], 'attempt', 'released', 'seq', 'seed', 'created', 'deadline', 'cancel', 'alone')
 local expiry = math.max(tonumber(r[6]), now) + grace
+if ARGV[13] ~= '' and not is_over then
+  redis.call('ZADD', base .. 'run:' .. tenant, expiry, id)
+  redis.call('PEXPIRE', base .. 'run:' .. tenant, 691200000)
+end
 redis.call('PEXPIREAT', KEYS[1], expiry)
 if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('PEXPIREAT', KEYS[2], expiry) end
 return {'ok', r[1], r[2], r[3], r[4], r[5], r[6], tostring(now), r[7] or '0', r[8] or ''}

@@ -6,6 +6,17 @@ local function server_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+-- What a record's key says: the beginning of every key of its shard, and the request's id.
+local function parts_of(record)
+  local base, id = string.match(record, '^(.-}:)req:(.*)$')
+  return base, id
+end
+
+-- Whether a request is to be watched (`watch_ms` of its record) and nobody has said lately that he does.
+local function is_unwatched(base, id, watch_ms)
+  return watch_ms and watch_ms ~= '' and redis.call('EXISTS', base .. 'watch:' .. id) == 0
+end
+
 -- Whether an entry was delivered to this consumer and to nobody since. False where stream or group are gone.
 local function is_pending(stream, group, entry, consumer)
   local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)

@@ -13,7 +13,7 @@ local function remove()
   if ARGV[15] == '' then redis.call('UNLINK', KEYS[6]) else redis.call('PEXPIRE', KEYS[6], 604800000) end
 end
 
-local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel')
+local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'tenant')
 if not record[1] then
   if is_pending(KEYS[3], group, entry, ARGV[3]) then remove() end
   return redis.status_reply('gone')
@@ -32,6 +32,9 @@ redis.call('HSET', KEYS[1], 'state', ARGV[7], 'seq', seq, 'finished', now, 'resu
   'metrics', ARGV[12], 'error', ARGV[13])
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
 redis.call('PEXPIRE', KEYS[2], ARGV[9])
+local base, id = parts_of(KEYS[1])
+redis.call('ZREM', base .. 'run:' .. record[6], id)
+redis.call('UNLINK', base .. 'watch:' .. id)
 redis.call('HINCRBY', KEYS[5], ARGV[7], 1)
 redis.call('HINCRBY', KEYS[5], 'tokens', ARGV[14])
 if ARGV[15] ~= '' then keep_dead_letter(KEYS[4], KEYS[5], KEYS[3], entry, ARGV[15], ARGV[13], record[3]) end

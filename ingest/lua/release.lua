@@ -8,5 +8,7 @@ local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'stream
 if record[1] ~= 'running' or record[2] ~= ARGV[1] or record[3] ~= ARGV[2] then return {'stale'} end
 redis.call('HSET', KEYS[1], 'state', 'queued', 'owner', '')
 redis.call('HINCRBY', KEYS[1], 'released', 1)
+local base = parts_of(KEYS[1])
+redis.call('ZREM', base .. 'run:' .. record[7], ARGV[3])
 if record[6] then count(KEYS[2], KEYS[3], ARGV[3], record[4], record[5], record[6], record[7], record[8]) end
 return {'ok'}

@@ -56,6 +56,14 @@ end
 
 local EXPIRED = '{"code":"deadline_exceeded","message":"the deadline has passed","param":"ttl_ms"}'
 local CANCELLED = '{"code":"cancelled","message":"the request was cancelled"}'
+local UNWATCHED = '{"code":"cancelled","message":"nobody watches the request any more"}'
+
+-- Begins the time for which a request may go on with nobody watching it.
+local function start_watch(base, id, watch_ms)
+  if watch_ms == '' then return end
+  redis.call('HSET', base .. 'req:' .. id, 'watch_ms', watch_ms)
+  redis.call('SET', base .. 'watch:' .. id, '1', 'PX', watch_ms)
+end
 
 -- Ends a waiting request that is past its deadline or was cancelled. One that was begun before, and has told something,
 -- can only be ended by an engine: its stream number and entry are returned.
@@ -63,17 +71,24 @@ local function end_if_over(base, group, now, member, result_ttl, replay_ttl)
   local id, stream, entry, tokens, tenant = string.match(member, '^(%S+) (%S+) (%S+) (%S+) (%S+)$')
   local wait, load = base .. 'wait', base .. 'load'
   local r = redis.call('HMGET', base .. 'req:' .. id, 'state', 'entry', 'stream', 'seq', 'attempt', 'created', 'cancel',
-    'deadline')
+    'deadline', 'watch_ms')
   if r[1] ~= 'queued' or r[2] ~= entry or r[3] ~= stream then
     -- Its record is gone, or another request's: nothing is left but the count.
     uncount(wait, load, id, stream, entry, tokens, tenant)
     return
   end
-  local cancelled = r[7] == '1'
-  if not cancelled and now <= tonumber(r[8]) then return end
+  local state, problem
+  if r[7] == '1' then
+    state, problem = 'cancelled', CANCELLED
+  elseif now > tonumber(r[8]) then
+    state, problem = 'expired', EXPIRED
+  elseif is_unwatched(base, id, r[9]) then
+    state, problem = 'cancelled', UNWATCHED
+  else
+    return
+  end
   if r[4] ~= '0' then return stream, entry end
-  answer(base, id, cancelled and 'cancelled' or 'expired', cancelled and CANCELLED or EXPIRED, now, result_ttl,
-    replay_ttl, r[5], tonumber(r[6]))
+  answer(base, id, state, problem, now, result_ttl, replay_ttl, r[5], tonumber(r[6]))
   remove_entry(base .. 'in:' .. stream, group, entry)
   redis.call('UNLINK', base .. 'blob:' .. id)
   uncount(wait, load, id, stream, entry, tokens, tenant)

@@ -205,7 +205,7 @@ def test_scripts_are_sent_again_after_the_server_forgot_them(on_queue: Any) -> N
         await client.script_flush()
         calls = [scripts.append(SHARD, "a", "e1", 1, 0, [delta(1)]), engine.finish_call(entry, 1, 1, "completed")]
         replies = await scripts.run(client, calls)
-        assert replies == [b"ok 1 0 0", b"ok 2"]
+        assert replies == [b"ok 1 0 0 0", b"ok 2"]
         assert await stored(client) == [1, 2]
 
     on_queue(scenario)

@@ -1,0 +1,75 @@
+"""Looking at running requests that have nothing to append: cancels, deadlines, watch leases, and who owns them.
+
+`append` says all that in its reply; this is for requests that make no tokens, or are not told as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from redis.exceptions import RedisError
+
+from pagemill.ingest.live_request import LiveRequest
+from pagemill.ingest.redis import Client, is_unavailable
+
+
+class Patrol:
+    """Looks every `poll_s` at what `owner` has of `lives()`.
+
+    on_cancel: it is to end, being "cancelled", "expired" or "unwatched". on_loss: another engine has it, or it is gone.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        owner: str,
+        poll_s: float,
+        lives: Callable[[], Iterable[LiveRequest]],
+        *,
+        on_cancel: Callable[[LiveRequest, str], None],
+        on_loss: Callable[[LiveRequest, str], None],
+    ) -> None:
+        self._client = client
+        self._owner = owner.encode()
+        self._poll_s = poll_s
+        self._lives = lives
+        self._on_cancel = on_cancel
+        self._on_loss = on_loss
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(self._poll_s)
+            now = time.monotonic()
+            lives = [live for live in self._lives() if live.ending is None and not live.detached]
+            for live in lives:
+                if now >= live.expires_at:
+                    self._on_cancel(live, "expired")
+            quiet = [live for live in lives if live.stopping is None and now - live.flushed_at >= self._poll_s]
+            if not quiet:
+                continue
+            try:
+                await self._look_at(quiet)
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    raise
+
+    async def _look_at(self, quiet: list[LiveRequest]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for live in quiet:
+            shard = live.entry.shard
+            pipeline.hmget(shard.record(live.request_id), ["owner", "attempt", "cancel", "watch_ms"])
+            pipeline.exists(shard.watch(live.request_id))
+        replies = await self._client.run_pipeline(pipeline)
+        for live, record, watched in zip(quiet, replies[::2], replies[1::2], strict=True):
+            if isinstance(record, BaseException) or isinstance(watched, BaseException):
+                continue
+            owner, attempt, cancel, watch_ms = record
+            if owner != self._owner or attempt != b"%d" % live.begun.attempt:
+                self._on_loss(live, "taken over" if owner else "gone")
+            elif cancel == b"1":
+                self._on_cancel(live, "cancelled")
+            elif live.is_abandoned(bool(watch_ms) and not watched, time.monotonic()):
+                self._on_cancel(live, "unwatched")
