@@ -9,7 +9,8 @@ BENCH := build/bench
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run serve test check chaos bench bench-scheduler bench-speculation bench-sampler gpu-check clean
+.PHONY: help install run serve test check chaos bench bench-scheduler bench-speculation bench-sampler bench-grammar grammar-check \
+	gpu-check clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -59,6 +60,12 @@ bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parame
 
 bench-speculation: $(STAMP)  ## guessed tokens against none: make bench-speculation SESSIONS=agent_sessions.jsonl
 	$(PY) bench/speculation.py $(SESSIONS)
+
+bench-grammar: $(STAMP)  ## cost of structured output: compiling, masks, memory
+	$(PY) bench/grammar_cost.py
+
+grammar-check: $(STAMP)  ## structured output on 1,000 random JSON schemas
+	$(PY) -m pytest -s tests/engine/test_grammar_schemas.py --schemas 1000
 
 # Where there is no .venv (a borrowed GPU machine), the machine's own Python and CUDA torch are used.
 gpu-check:  ## the Triton kernels on a real GPU

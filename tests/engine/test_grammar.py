@@ -149,10 +149,18 @@ def test_a_lexer_that_is_full_is_replaced_for_all_that_share_it(
             token_id = int(rng.choice(ids))
             assert matcher.accept(token_id) and twin.accept(token_id)
     assert grammar._generation > 2 and roomy._generation == 0
-    matchers[0].rollback(5)
-    twins[0].rollback(5)
-    assert allowed(matchers[0]) == allowed(twins[0])
     assert allowed(waiting) == allowed(roomy.matcher())
+
+
+def test_a_new_lexer_knows_of_no_token_that_was_taken_back(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = compiler.compile(StructuredOutputs(json=PERSON)).matcher()
+    for token_id in tokenizer.encode('{"name"'):
+        assert matcher.accept(token_id)
+    before = allowed(matcher)
+    for token_id in tokenizer.encode(': "Bo'):
+        assert matcher.accept(token_id)
+    matcher.rollback(len(tokenizer.encode(': "Bo')))
+    assert matcher._renew() and allowed(matcher) == before
 
 
 def test_a_matcher_that_fails_says_so_and_stays_so(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
