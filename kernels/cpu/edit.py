@@ -86,11 +86,11 @@ def _penalise_rows(
             break
         start = rows[item] * stride
         row = logits[start : start + vocab_size]
-        factor, once, each = float(repetition[item]), float(presence[item]), float(frequency[item])
+        factor, once, each = np.float64(repetition[item]), np.float64(presence[item]), np.float64(frequency[item])
         for entry in range(starts[item], starts[item + 1]):
             token, count = ids[entry], counts[entry]
             if 0 <= token < vocab_size:
-                logit = float(row[token])
+                logit = np.float64(row[token])
                 logit = logit / factor if logit > 0.0 else logit * factor
                 row[token] = logit - each * count - (once if count > 0 else 0.0)
 

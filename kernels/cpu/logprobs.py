@@ -87,17 +87,17 @@ def _logprob_rows(
             for i in range(chunk.shape[0]):
                 weight += exp32(chunk[i] - largest)
                 above += np.int32(1) if chunk[i] > mark else np.int32(0)
-            total += float(weight)
+            total += np.float64(weight)
             likelier += int(above)
-        norm = float(largest) + math.log(total)
+        norm = np.float64(largest) + math.log(total)
         if asked:
-            chosen[item] = float(mark) - norm
+            chosen[item] = np.float64(mark) - norm
             rank[item] = likelier + 1
         listed = min(ids.shape[1], vocab_size)
         if listed:
             _find_best(row, maxima, ids[item, :listed], values[item, :listed])
             for place in range(listed):
-                values[item, place] = float(values[item, place]) - norm
+                values[item, place] = np.float64(values[item, place]) - norm
 
 
 @kernel

@@ -4,6 +4,8 @@ Gumbel-max needs a token's noise only if it may still win. With the largest logi
 so far, the bound -log(u) >= 1 - u says how close to 1 a draw u of that span must be, so most spans are done with when
 the largest of their random bits is known, before any logarithm; and where no noise could make up for what a span
 trails, not even bits are made. Both skips are exact: they change no result.
+
+Scores are float64, as the reference's are. (In numba, float(x) of a float32 is still a float32: hence np.float64.)
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def _largest_bits(first_token: int, seed: Any, position: int, choice: int) -> An
 
 @helper
 def _gumbel(bits: Any) -> float:
-    return -math.log(-math.log((float(bits) + 0.5) * UNIT))
+    return -math.log(-math.log((np.float64(bits) + 0.5) * UNIT))
 
 
 @helper
@@ -74,7 +76,7 @@ def _least_bits(gap: float) -> float:
 
     It must have -log(u) < exp(gap), and 1 - u <= -log(u).
     """
-    reach = float(exp32(np.float32(gap + _MARGIN)))
+    reach = np.float64(exp32(np.float32(gap + _MARGIN)))
     return (1.0 - reach) / UNIT - 1.0 if reach < 1.0 else 0.0
 
 
@@ -115,9 +117,9 @@ def _first_of(row: Any, maxima: Any, largest: Any) -> int:
 def _first_at_least(scaled: float, temperature: float) -> Any:
     """The smallest float32 logit with logit / temperature >= scaled."""
     logit = np.float32(scaled * temperature)
-    while float(logit) / temperature >= scaled:
+    while np.float64(logit) / temperature >= scaled:
         logit = np.nextafter(logit, _LOWEST)
-    while float(logit) / temperature < scaled:
+    while np.float64(logit) / temperature < scaled:
         logit = np.nextafter(logit, -_LOWEST)
     return logit
 
@@ -129,8 +131,8 @@ def _top_k(row: Any, maxima: Any, largest: Any, wanted: int, values: Any, weight
     if wanted < maxima.shape[0]:
         # That many spans have a maximum of at least this, so that many tokens have.
         weights[: maxima.shape[0]] = _ONE
-        limit = threshold(maxima, weights[: maxima.shape[0]], float(wanted))
-    return row_threshold(row, maxima, limit, largest, _ZERO, float(wanted), values, weights, buckets)
+        limit = threshold(maxima, weights[: maxima.shape[0]], np.float64(wanted))
+    return row_threshold(row, maxima, limit, largest, _ZERO, np.float64(wanted), values, weights, buckets)
 
 
 @helper
@@ -144,7 +146,7 @@ def _mass(row: Any, maxima: Any, heat: Any, largest: Any, cut: Any) -> float:
             for i in range(stretch.shape[0]):
                 weight = exp32((stretch[i] - largest) * heat)
                 part += weight if stretch[i] >= cut else _ZERO
-            total += float(part)
+            total += np.float64(part)
     return total
 
 
@@ -165,7 +167,7 @@ def _top_p(
     total = _mass(row, maxima, heat, largest, cut)
     # All tokens lighter than an equal share of 1 - top_p weigh less than that together: the nucleus ends above them.
     share = 0.5 * (1.0 - top_p) * total / row.shape[0]
-    floor = np.float32(float(largest) + math.log(max(share, 1e-300)) * temperature)
+    floor = np.float32(np.float64(largest) + math.log(max(share, 1e-300)) * temperature)
     wanted = max(top_p, _LEAST_SHARE) * total
     return row_threshold(row, maxima, max(cut, floor), largest, heat, wanted, values, weights, buckets)
 
@@ -177,9 +179,9 @@ def _draw(
     """Gumbel-max over the tokens at or above the cut; `first` is the likeliest one, `bits` scratch."""
     token_bits(first // 4 * 4, seed, position, choice, bits)
     chosen = first
-    best = float(row[first]) / temperature + _gumbel(bits[first % 4])
+    best = np.float64(row[first]) / temperature + _gumbel(bits[first % 4])
     for span in range(maxima.shape[0]):
-        gap = float(maxima[span]) / temperature - best
+        gap = np.float64(maxima[span]) / temperature - best
         if maxima[span] < cut or gap < -_MAX_GUMBEL:
             continue
         least = _least_bits(gap)
@@ -190,7 +192,7 @@ def _draw(
             own = bits[token - span * SPAN]
             if own < least or row[token] < cut:
                 continue
-            score = float(row[token]) / temperature + _gumbel(own)
+            score = np.float64(row[token]) / temperature + _gumbel(own)
             if score > best or (score == best and token < chosen):
                 best = score
                 chosen = token
@@ -223,7 +225,7 @@ def _sample_rows(
         if index >= logits.shape[0]:
             break
         row = logits[index]
-        heat = float(temperature[index])
+        heat = np.float64(temperature[index])
         if heat == 0.0:
             out[index] = _argmax(row)
             continue
@@ -234,11 +236,11 @@ def _sample_rows(
             continue
         cut = _LOWEST
         if min_p[index] > _ZERO:
-            cut = _first_at_least(float(largest) / heat + math.log(float(min_p[index])), heat)
+            cut = _first_at_least(np.float64(largest) / heat + math.log(np.float64(min_p[index])), heat)
         if 0 < top_k[index] < size:
             cut = max(cut, _top_k(row, maxima, largest, top_k[index], values, weights, buckets))
         if top_p[index] < _ONE:
-            cut = _top_p(row, maxima, heat, largest, cut, float(top_p[index]), values, weights, buckets)
+            cut = _top_p(row, maxima, heat, largest, cut, np.float64(top_p[index]), values, weights, buckets)
         out[index] = _draw(row, maxima, heat, cut, first, seed[index], position[index], choice[index], bits)
 
 

@@ -46,7 +46,7 @@ def _weight_from(values: Any, weights: Any, limit: Any) -> float:
     """The weights of the values at or above a limit, summed."""
     total = 0.0
     for i in range(values.shape[0]):
-        total += float(weights[i]) if values[i] >= limit else 0.0
+        total += np.float64(weights[i]) if values[i] >= limit else 0.0
     return total
 
 

@@ -337,6 +337,25 @@ def test_selecting_finds_what_sorting_finds(shape: str, vocab: int) -> None:
         assert weights[finite > got].sum() <= share * weights.sum() * (1 + 1e-5)
 
 
+def test_random_rows_are_sampled_as_by_the_reference(cpu: CpuOps) -> None:
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        vocab = int(rng.choice([4, 17, 64, 129, 1000, 1024, 4097]))
+        logits = torch.from_numpy(np.stack([row_of(shape, vocab, rng) for shape in rng.choice(SHAPES, 8)]))
+        temperature = rng.choice([0.01, 0.3, 0.7, 1.0, 1.5, 50.0], 8).astype(np.float32)
+        batch = dataclasses.replace(random_batch(8, rng), temperature=temperature)
+        assert cpu.sample(logits, batch).tolist() == REFERENCE.sample(logits, batch).tolist(), f"seed {seed}"
+
+
+def test_scores_have_the_precision_of_the_reference(cpu: CpuOps) -> None:
+    """Logits divided by the temperature in float32 would tie here, or overflow."""
+    near = torch.tensor([1.5 - 2**-23, 1.5] * 20).repeat(50, 1)
+    chosen = cpu.sample(near, batch_of(50, temperature=0.7, min_p=1.0))
+    assert (chosen % 2 == 1).all()
+    far = torch.tensor([2e37, 8e37, 4e37]).repeat(50, 1)
+    assert cpu.sample(far, batch_of(50, temperature=0.01)).tolist() == [1] * 50
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_long_rows_are_sampled_as_by_the_reference(cpu: CpuOps, shape: str) -> None:
     rng = np.random.default_rng(4)
