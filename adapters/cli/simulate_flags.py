@@ -140,7 +140,7 @@ def _output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--overload",
         action="store_true",
-        help="instead of twins: measure the capacity, then offer 0.5, 1, 1.5 and 2 times that to the engine without a "
+        help="instead of twins: measure the capacity, then offer 0.5, 1 and 2 times that to the engine without a "
         "forecast, with it, with reserve, and both with a deadline (--ttl-ms, or 30 s)",
     )
     group.add_argument(

@@ -127,9 +127,8 @@ def _group_cell(place: int) -> _Cell:
 
 
 def _others(result: Result) -> str:
-    """First tokens of all tenants but the heaviest, where those are the groups."""
-    groups = result.groups
-    return _quantiles(groups[1].ttft) if len(groups) == 2 and groups[1].name.endswith(("other", "others")) else "-"
+    """First tokens of all tenants but the heaviest, where they are a group."""
+    return next((_quantiles(g.ttft) for g in result.groups if g.name.endswith((" other", " others"))), "-")
 
 
 _NOTHING = frozenset(("-", "0.0", "0, 0"))
@@ -148,6 +147,10 @@ SWEEP_COLUMNS: Columns = (
 )
 
 
+def _useful(result: Result) -> str:
+    return f"{result.output_tokens_per_s:,.0f}, {100 * result.wasted_tokens / max(1, result.output_tokens):.0f} %"
+
+
 def _refusals(result: Result) -> str:
     clock, code = result.refusal_ms, result.refusal_wall_us
     return f"{clock.max:.0f} ms, {code.p99:.0f} us" if clock is not None and code is not None else "-"
@@ -160,5 +163,5 @@ OVERLOAD_COLUMNS: Columns = (
     ("first token\np50 / p90 / p99 ms", lambda c: _quantiles(c[0].latency.ttft)),
     ("refused,\nfailed", lambda c: f"{sum(c[0].refused.values()):,}, {sum(c[0].failed.values()):,}"),
     ("refused after,\ncode p99", lambda c: _refusals(c[0])),
-    ("output\ntokens/s", lambda c: f"{c[0].output_tokens_per_s:,.0f}"),
+    ("output tokens/s,\nof failed", lambda c: _useful(c[0])),
 )

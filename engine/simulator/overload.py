@@ -14,7 +14,7 @@ from pagemill.engine.simulator.setup import Progress, Setup
 from pagemill.engine.simulator.simulation import simulate
 from pagemill.engine.simulator.trace import Trace
 
-LOADS = (0.5, 1.0, 1.5, 2.0)  # offered, in capacities
+LOADS = (0.5, 1.0, 2.0)  # offered, in capacities
 DEADLINE_S = 30.0
 
 

@@ -44,7 +44,7 @@ class Recorder:
         self._failed: Counter[str] = Counter()
         self.held_life = self.allocated_life = 0
         self.held_end = self.allocated_end = 0
-        self.output_tokens = self.computed_tokens = 0
+        self.output_tokens = self.wasted_tokens = self.computed_tokens = 0
         self.finished = self.cut_short = 0
         self.preemptions = self.swap_preemptions = self.swapped_blocks = self.recomputed_tokens = 0
         self.preempted_requests = 0
@@ -98,8 +98,9 @@ class Recorder:
         if wall_s is not None:
             self._refusal_wall.append(wall_s)
 
-    def fail(self, index: int, code: str, now: float) -> None:
-        """A request was accepted and ended without its answer."""
+    def fail(self, index: int, code: str, now: float, tokens: int) -> None:
+        """A request was accepted and ended without its answer, after so many output tokens."""
+        self.wasted_tokens += tokens
         last = self._last_token.pop(index, None)
         if last is not None:
             self._longest_gaps.append(max(self._longest_gap[index], now - last))
@@ -130,6 +131,7 @@ class Recorder:
             duration_s=duration,
             steps=len(steps),
             output_tokens=self.output_tokens,
+            wasted_tokens=self.wasted_tokens,
             computed_tokens=self.computed_tokens,
             output_tokens_per_s=_ratio(self.output_tokens, duration),
             requests_per_s=_ratio(self.finished, duration),
@@ -167,16 +169,17 @@ class Recorder:
         )
 
     def _groups(self) -> tuple[GroupLatency, ...]:
-        """Classes of priority, where there are several; else the tenant that sent most and all others together."""
+        """Classes of priority, where there are several; else the tenant that sent most and all others together, or
+        these alone where that tenant was left out."""
         requests = self._trace.requests
         names = [f"priority {request.priority}" for request in requests]
         if len(set(names)) < 2:
-            heaviest = self._trace.heaviest_tenant
-            count = len({request.tenant for request in requests}) - 1
+            heaviest = self._trace.left_out or self._trace.heaviest_tenant
+            count = len({request.tenant for request in requests} - {heaviest})
             others = "1 other" if count == 1 else f"{count} others"
             names = [heaviest if request.tenant == heaviest else others for request in requests]
         sizes = Counter(names)
-        if len(sizes) < 2:
+        if len(sizes) < 2 and self._trace.left_out is None:
             return ()
         finished = Counter(names[index] for index in self._ended)
         times: dict[str, list[float]] = {name: [] for name in sizes}

@@ -76,7 +76,7 @@ class Result:
     """One run of one system over one trace.
 
     refused: turned away on arrival, by error code; failed: accepted and ended by an error. cut_short: ended by length
-    before the recorded output was reached.
+    before the recorded output was reached. wasted_tokens: output tokens of requests that failed.
     running_mean: over time. running_backlogged: over the steps in which somebody waited, which says how many requests
     the memory holds. used_percent: share of the pool that holds tokens, over the same steps (over all of them where
     nobody ever waited). waste_life_percent: empty share of allocated slots, over every step of every request that
@@ -97,6 +97,7 @@ class Result:
     duration_s: float
     steps: int
     output_tokens: int
+    wasted_tokens: int
     computed_tokens: int
     output_tokens_per_s: float
     requests_per_s: float

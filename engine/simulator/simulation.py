@@ -258,7 +258,8 @@ class Simulation:
             self._recorder.preempted(metrics.preempted_ms / 1000)
         if output.finish_reason == "error":
             assert output.error is not None
-            self._recorder.fail(ended.index, output.error.code, ended.arrived + metrics.total_ms / 1000)
+            at, tokens = ended.arrived + metrics.total_ms / 1000, len(ended.request.output_token_ids)
+            self._recorder.fail(ended.index, output.error.code, at, tokens)
         else:
             first = None if metrics.ttft_ms is None else ended.arrived + metrics.ttft_ms / 1000
             self._recorder.cut_short += output.finish_reason == "length"

@@ -31,11 +31,13 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. `dropped`: rows of the file that are no request (failed ones, empty ones)."""
+    """Requests in order of arrival. `dropped`: rows of the file that are no request (failed ones, empty ones).
+    `left_out`: the tenant whose requests were taken out."""
 
     name: str
     requests: tuple[TraceRequest, ...]
     dropped: int = 0
+    left_out: str | None = None
 
     @property
     def has_times(self) -> bool:
@@ -70,7 +72,8 @@ class Trace:
 
     def without(self, tenant: str) -> Trace:
         """The requests of all other tenants, at the same times."""
-        return self._with([(i, r) for i, r in enumerate(self.requests) if r.tenant != tenant])
+        others = self._with([(i, r) for i, r in enumerate(self.requests) if r.tenant != tenant])
+        return dataclasses.replace(others, left_out=tenant)
 
     def independent(self) -> Trace:
         """The same calls, with nobody waiting for an earlier call of the session."""

@@ -340,6 +340,7 @@ def test_who_is_not_done_by_the_deadline_is_aborted() -> None:
     assert 0 < result.finished < 12 and result.finished + result.failed["deadline_exceeded"] == 12
     assert result.latency.total is not None and result.latency.total.max <= 1500
     assert result.duration_s <= 0.7 + 1.5 + 0.2
+    assert result.output_tokens == 40 * result.finished + result.wasted_tokens and result.wasted_tokens > 0
     assert simulate(trace, setup(pool_tokens=600), TRACE).failed == {}
 
 

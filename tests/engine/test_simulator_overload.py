@@ -106,3 +106,5 @@ def test_leaving_out_the_heaviest_tenant_leaves_the_others_as_they_were() -> Non
     others = trace.without(trace.heaviest_tenant)
     assert trace.heaviest_tenant == "heavy"
     assert others.requests == tuple(request for request in trace.requests if request.tenant != "heavy")
+    (group,) = simulate(others, setup(), TRACE).groups
+    assert (group.name, group.share_percent, group.finished) == ("10 others", 100, len(others.requests))
