@@ -55,6 +55,23 @@ bench: $(STAMP)  ## throughput of four workloads on this machine (JSON, one line
 bench-scheduler: $(STAMP)  ## cost of scheduling and block work per step, by size of the pool
 	$(PY) bench/scheduler_cost.py
 
+# Figures of docs/simulator.md: how many run and what preemption costs, prefix hits, one tenant with most of the
+# traffic, overload. TRACES: a folder with the public traces that are named there. Some minutes on one core.
+SIMULATE = $(PY) -m pagemill bench simulate
+SHAREGPT = $(TRACES)/sharegpt_lengths.jsonl --longest 4096 --no-prefix-caching
+.PHONY: simulate
+simulate: $(STAMP)  ## the documented simulator runs on recorded traces (make simulate TRACES=FOLDER)
+	@test -d "$(TRACES)" || { echo "make simulate TRACES=FOLDER, with the traces of docs/simulator.md"; exit 2; }
+	@mkdir -p build
+	$(SIMULATE) $(SHAREGPT) --limit 1500 --pool-tokens 65536 --arrivals backlog --preemption-mode recompute \
+		--contiguous 4096 --naive
+	$(SIMULATE) $(TRACES)/taubench_airline_prefix.jsonl --arrivals sessions --max-num-seqs 1 --contiguous none \
+		--sweep pool_tokens=32768,65536
+	$(SIMULATE) $(TRACES)/servegen_clients_evening.jsonl --clients m-large --from-s 4800 --limit 20000 \
+		--rate-scale 0.2 --no-prefix-caching --contiguous none --sweep policy=fcfs,fair --sweep tenants=all,others
+	$(SIMULATE) $(SHAREGPT) --limit 2000 --pool-tokens 16384 --times-of $(TRACES)/azure2023_code.csv --naive chunks \
+		--overload --plot build/overload.svg
+
 bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parameters
 	$(PY) bench/sampler_cost.py
 

@@ -152,7 +152,7 @@ def _useful(result: Result) -> str:
 
 
 def _refusals(result: Result) -> str:
-    clock, code = result.refusal_ms, result.refusal_wall_us
+    clock, code = result.refusal_ms, result.refusal_cpu_us
     return f"{clock.max:.0f} ms, {code.p99:.0f} us" if clock is not None and code is not None else "-"
 
 

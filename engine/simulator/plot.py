@@ -101,7 +101,8 @@ def _plot_lines(
         panel.set_xticks(range(len(ticks)), ticks)
         for label, points in lines.items():
             known = [(x, y) for x, result in points.items() if (y := measure(result)) is not None]
-            panel.plot([x for x, _ in known], [y for _, y in known], "o-", label=label, linewidth=1.2, markersize=3.5)
+            style = "o--" if "deadline" in label or "ttl_ms" in label else "o-"  # often on top of the one without
+            panel.plot([x for x, _ in known], [y for _, y in known], style, label=label, linewidth=1.2, markersize=3.5)
         panel.set_ylim(bottom=0)
     _finish(figure, panels, along, title, path)
 
@@ -121,7 +122,8 @@ def _finish(figure: Any, panels: list[Any], along: str, title: str, path: Path) 
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.set_xlabel(along)
-    panels[0].legend(fontsize="small")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), fontsize="small")
     figure.suptitle(title)
     from matplotlib import rc_context
 

@@ -40,7 +40,7 @@ class Recorder:
         self._total: list[float] = []
         self._refused: Counter[str] = Counter()
         self._refusal: list[float] = []
-        self._refusal_wall: list[float] = []
+        self._refusal_cpu: list[float] = []
         self._failed: Counter[str] = Counter()
         self.held_life = self.allocated_life = 0
         self.held_end = self.allocated_end = 0
@@ -91,12 +91,12 @@ class Recorder:
             self._ttft_of.append(index)
         self._total.append(now - arrived)
 
-    def refuse(self, code: str, arrived: float, now: float, wall_s: float | None = None) -> None:
-        """A request was turned away when it came. `wall_s`: what it took to decide that on this machine."""
+    def refuse(self, code: str, arrived: float, now: float, cpu_s: float | None = None) -> None:
+        """A request was turned away when it came. `cpu_s`: processor time that the decision took."""
         self._refused[code] += 1
         self._refusal.append(now - arrived)
-        if wall_s is not None:
-            self._refusal_wall.append(wall_s)
+        if cpu_s is not None:
+            self._refusal_cpu.append(cpu_s)
 
     def fail(self, index: int, code: str, now: float, tokens: int) -> None:
         """A request was accepted and ended without its answer, after so many output tokens."""
@@ -161,7 +161,7 @@ class Recorder:
                 total=_ms(self._total),
             ),
             groups=self._groups(),
-            refusal_wall_us=Quantiles.of(np.array(self._refusal_wall) * 1e6),
+            refusal_cpu_us=Quantiles.of(np.array(self._refusal_cpu) * 1e6),
             wall_s=time.perf_counter() - self._begun,
             time_line=_time_line(start, seconds, running, waiting, held / self._pool_tokens, duration)
             if busy

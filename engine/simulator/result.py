@@ -82,8 +82,8 @@ class Result:
     nobody ever waited). waste_life_percent: empty share of allocated slots, over every step of every request that
     brought a token; waste_end_percent: the same, only each request's last step.
     preempted_requests: how many were preempted at all. preempted_s: time from losing the blocks to the next token, over
-    all preemptions. refusal_ms: from arrival to refusal on the virtual clock; refusal_wall_us: what the code that
-    refuses took on this machine.
+    all preemptions. refusal_ms: from arrival to refusal on the virtual clock; refusal_cpu_us: processor time of
+    the code that refuses.
     """
 
     system: str
@@ -121,7 +121,7 @@ class Result:
     refusal_ms: Quantiles | None
     latency: Latency
     groups: tuple[GroupLatency, ...] = ()
-    refusal_wall_us: Quantiles | None = None
+    refusal_cpu_us: Quantiles | None = None
     wall_s: float = 0.0
     time_line: TimeLine | None = field(default=None, repr=False)
 

@@ -203,7 +203,7 @@ class Simulation:
         wanted = self._setup.max_tokens
         asked = recorded.output_tokens if wanted is None else max(wanted, recorded.output_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=asked)
-        begun = time.perf_counter()
+        begun = time.thread_time()
         try:
             request = Request(
                 request_id=name,
@@ -223,7 +223,7 @@ class Simulation:
                 time_left_s=self._setup.ttl_s if self._setup.refuse_late else None,
             )
         except RequestError as error:
-            self._recorder.refuse(error.code, arrived, self.now, time.perf_counter() - begun)
+            self._recorder.refuse(error.code, arrived, self.now, time.thread_time() - begun)
             self._feed.ended(index, self.now)
             return
         self._live[name] = _Live(index, _tokens(recorded.output), arrived, request)
