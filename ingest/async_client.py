@@ -170,6 +170,7 @@ class AsyncClient:
             idempotency_ttl_ms=int(self.config.idempotency_ttl_s * 1000),
             admission=scripts.Admission.of(self.config),
             keeping=scripts.Keeping.of(self.config),
+            callback=checked.stored_callback,
         )
         reply = scripts.SubmitReply.read(await self._call(call))
         if reply.status == "duplicate":

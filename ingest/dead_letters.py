@@ -131,6 +131,7 @@ class DeadLetters:
             idempotency_ttl_ms=int(self._config.idempotency_ttl_s * 1000),
             admission=scripts.Admission.of(self._config),
             keeping=scripts.Keeping.of(self._config),
+            callback=body.stored_callback,
         )
         reply = scripts.SubmitReply.read(await scripts.run_one(self._client, call))
         if reply.status == "refused":

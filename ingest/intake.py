@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from pagemill.engine.errors import RequestError
 from pagemill.ingest import dead_letters, scripts
+from pagemill.ingest.callback import salvaged
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry, check_shard, read_id, read_request
 from pagemill.ingest.events import Transcript
@@ -63,11 +64,13 @@ class Intake:
             return None
         body: RequestBody | None = None
         refusal: RequestError | None = None
+        data = b""
         try:
             data = await self._insist(lambda: read_body(self._client, entry, request_id, self._config.max_body_bytes))
             body = read_request(entry.fields, data, self._config.max_body_bytes)
         except RequestError as error:
             refusal = error
+        callback = salvaged(data[: self._config.max_body_bytes]) if body is None else body.callback
         if self._stopping.is_set():
             return None
         ttl_ms = body.ttl_ms if body is not None and body.ttl_ms is not None else self._config.default_ttl_ms
@@ -88,6 +91,7 @@ class Intake:
             tenant_cap=self._config.tenant_cap,
             max_attempts=self._max_attempts(body),
             alone=alone,
+            callback=b"" if callback is None else callback.stored(None if body is None else body.metadata),
         )
         begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
         if begun == "suspect" or begun == "busy":
@@ -95,7 +99,7 @@ class Intake:
         if isinstance(begun, str):
             _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
             return None
-        live = LiveRequest(entry, request_id, self._owner, begun, body, self._model)
+        live = LiveRequest(entry, request_id, self._owner, begun, body, self._model, callback)
         live.expires_at = time.monotonic() + (begun.deadline - begun.now) / 1000
         live.stopping = self._ending(begun, body, refusal)
         return live

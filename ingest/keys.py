@@ -92,6 +92,22 @@ class ShardKeys:
         return self._key("dlq")
 
     @property
+    def hooks_due(self) -> str:
+        return self._key("hook:due")
+
+    @property
+    def hooks_dead(self) -> str:
+        return self._key("hook:dead")
+
+    @property
+    def hooks_off(self) -> str:
+        """URLs that are disabled, each with the reason."""
+        return self._key("hook:off")
+
+    def hook(self, delivery_id: str) -> str:
+        return self._key(f"hook:{delivery_id}")
+
+    @property
     def delayed(self) -> str:
         return self._key("delay")
 
@@ -109,8 +125,9 @@ class ShardKeys:
 
     def lasting(self) -> frozenset[str]:
         """The keys that may exist without a time to live."""
+        hooks = (self.hooks_due, self.hooks_dead)
         return frozenset(
-            (*self.streams, self.delayed, self.dead_letters, self.engines, self.heartbeats, self.statistics)
+            (*self.streams, self.delayed, self.dead_letters, self.engines, self.heartbeats, self.statistics, *hooks)
         )
 
 

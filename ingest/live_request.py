@@ -15,12 +15,14 @@ import orjson
 from pagemill.engine.errors import RequestError
 from pagemill.engine.outputs import FinishReason, RequestMetrics, SequenceOutput
 from pagemill.ingest import scripts
+from pagemill.ingest.callback import STARTED, Callback, end_event
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.events import ChoiceTranscript, State, Transcript, event
 from pagemill.ingest.schema import RequestBody
 
 UNWATCHED_S = 1.0
+MAX_HOOK_TEXT = 65_536  # characters of text that a webhook carries; the result has all
 
 _STATES: dict[FinishReason, State] = {
     "stop": "completed",
@@ -44,9 +46,9 @@ class Ending:
 class LiveRequest:
     """One owned request. `body` is None where it could not be read; such a request is only refused.
 
-    `stopping`: how it will end once the engine has let it go. `detached`: what the engine still says does not count any
-    more. `published`: events that the server has; `has_told_tokens`: it knows that there are tokens. `expires_at`,
-    `flushed_at`: seconds of the monotonic clock.
+    `callback`: who hears of its end by webhook. `stopping`: how it will end once the engine has let it go. `detached`:
+    what the engine still says does not count any more. `published`: events that the server has; `has_told_tokens`: it
+    knows that there are tokens. `expires_at`, `flushed_at`: seconds of the monotonic clock.
     """
 
     entry: Entry
@@ -55,6 +57,7 @@ class LiveRequest:
     begun: scripts.BeginReply
     body: RequestBody | None
     model: str
+    callback: Callback | None = None
     ending: Ending | None = None
     stopping: Ending | None = None
     detached: bool = False
@@ -74,6 +77,7 @@ class LiveRequest:
     _prompt_logprobs: list[dict[str, Any] | None] | None = field(default=None, init=False)
     _text: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _final_events: int = field(default=0, init=False)
+    _started_seq: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.published = self.begun.seq
@@ -145,6 +149,7 @@ class LiveRequest:
         if self._started:
             self._started = False
             self._add("started", model=self.model, created=self.begun.created)
+            self._started_seq = self.begun.seq + len(self._events)
         if self.streams or self.ending is not None:
             for index in sorted(self._token_ids.keys() | self._text.keys()):
                 self._add_delta(index, self._token_ids[index], "".join(self._text[index]))
@@ -207,6 +212,7 @@ class LiveRequest:
                 self.published,
                 events,
                 has_tokens=self.has_tokens,
+                started_hook=self._started_hook(),
             )
         return scripts.finish(
             self.entry,
@@ -224,7 +230,37 @@ class LiveRequest:
             result_ttl_ms=int(config.result_ttl_s * 1000),
             replay_ttl_ms=int(config.replay_ttl_s * 1000),
             dead_letter=self.ending.dead_letter,
+            end_hook=self._end_hook(self.ending),
+            started_hook=self._started_hook(),
         )
+
+    def _started_hook(self) -> bytes:
+        """What a webhook says with the `started` event; empty where nobody asked for it, or the event is out."""
+        if self.callback is None or STARTED not in self.callback.events or self.published >= self._started_seq:
+            return b""
+        return orjson.dumps({**self._hook_head("running"), "metadata": self._metadata})
+
+    def _end_hook(self, ending: Ending) -> bytes:
+        if self.callback is None or end_event(ending.state) not in self.callback.events:
+            return b""
+        choices = [
+            {name: choice[name] for name in ("index", "text", "finish_reason", "stop_reason")}
+            for choice in (self.transcript.result() if self._ran else [])
+        ]
+        head = self._hook_head(ending.state)
+        if sum(len(choice["text"]) for choice in choices) > MAX_HOOK_TEXT:
+            head["truncated"] = True
+            choices = [{**choice, "text": choice["text"][: MAX_HOOK_TEXT // len(choices)]} for choice in choices]
+        error = None if ending.error is None else ending.error.to_dict()
+        bill = {"usage": self._usage(), "metrics": self._metrics(), "error": error, "metadata": self._metadata}
+        return orjson.dumps({**head, "choices": choices, **bill})
+
+    def _hook_head(self, state: str) -> dict[str, Any]:
+        return {"id": self.request_id, "state": state, "model": self.model, "created": self.begun.created}
+
+    @property
+    def _metadata(self) -> dict[str, str]:
+        return {} if self.body is None else self.body.metadata or {}
 
     def _add(self, kind: str, **fields: Any) -> None:
         seq = self.begun.seq + len(self._events) + 1

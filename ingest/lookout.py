@@ -21,6 +21,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from pagemill.engine.errors import RequestError
 from pagemill.ingest import scripts
+from pagemill.ingest.callback import salvaged
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry, check_shard, read_id, read_request
 from pagemill.ingest.intake import read_body, unsupported_model
@@ -128,13 +129,17 @@ class Lookout:
 
     async def _accept(self, entry: Entry, request_id: str) -> scripts.Call:
         body, error, dead_letter = RequestBody(), b"", ""
+        data, callback = b"", b""
         try:
             data = await read_body(self._client, entry, request_id, self._config.max_body_bytes)
             body = read_request(entry.fields, data, self._config.max_body_bytes)
+            callback = body.stored_callback
             if body.model is not None and body.model != self._model:
                 raise unsupported_model(self._model, body.model)
         except RequestError as refusal:
             error = orjson.dumps(refusal.to_dict())
+            if not callback and (found := salvaged(data[: self._config.max_body_bytes])) is not None:
+                callback = found.stored(None)
             dead_letter = "unreadable" if isinstance(refusal, UnreadableBody) else ""
         return scripts.accept(
             entry,
@@ -147,6 +152,7 @@ class Lookout:
             keeping=self._keeping,
             error=error,
             dead_letter=dead_letter,
+            callback=callback,
         )
 
     async def _sweep(self) -> None:

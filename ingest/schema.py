@@ -18,6 +18,7 @@ from pagemill.engine.chat import CHAT_FIELDS, Chat
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.engine.sampling_params import SAMPLING_FIELDS, SamplingParams
 from pagemill.engine.values import as_integer, as_number, shown
+from pagemill.ingest.callback import Callback
 
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY = 64  # characters
@@ -128,18 +129,9 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     "idempotency_key": lambda name, value: _text(name, value, 1, 512),
     "on_disconnect": _on_disconnect,
     "watch_ms": lambda name, value: _whole(name, value, 1000, 3_600_000),
+    "callback": lambda _, value: Callback.from_value(value),
     "metadata": lambda _, value: _metadata(value),
 }
-
-# Names of the protocol that no engine understands yet: accepted at the value that changes nothing, refused otherwise.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "callback": (),
-}
-
-
-def _check_neutral(name: str, value: Any) -> None:
-    if not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name]):
-        raise invalid(f"{name} is not supported yet by this engine; leave it out", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,12 +157,18 @@ class RequestBody:
     idempotency_key: str | None = None
     on_disconnect: str = "continue"
     watch_ms: int = 30_000
+    callback: Callback | None = None
     metadata: dict[str, str] | None = None
 
     @property
     def watch_lease_ms(self) -> int | None:
         """For how long it may go on with nobody watching it. None: for ever."""
         return self.watch_ms if self.on_disconnect == "cancel" else None
+
+    @property
+    def stored_callback(self) -> bytes:
+        """The callback as a request's record keeps it; empty where there is none."""
+        return b"" if self.callback is None else self.callback.stored(self.metadata)
 
     @property
     def estimated_tokens(self) -> int:
@@ -188,15 +186,13 @@ class RequestBody:
         for name, value in body.items():
             if name in SAMPLING_FIELDS:
                 sampling[name] = value
-            elif name not in _OPTIONS and name not in _NEUTRAL and name not in _PROMPTS and name not in CHAT_FIELDS:
+            elif name not in _OPTIONS and name not in _PROMPTS and name not in CHAT_FIELDS:
                 shown = name if isinstance(name, str) and len(name) <= 64 else f"{str(name)[:64]}..."
                 raise invalid(f"unknown field {shown!r}", shown)
             elif value is None:
                 continue
             elif name in _OPTIONS:
                 fields[name] = _OPTIONS[name](name, value)
-            elif name in _NEUTRAL:
-                _check_neutral(name, value)
         given = [name for name in _PROMPTS if body.get(name) is not None]
         if len(given) != 1:
             found = "none of them" if not given else " and ".join(given)

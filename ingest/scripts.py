@@ -27,14 +27,16 @@ GRACE_MS = 3_600_000  # how long keys of a live request outlast its deadline
 
 # What stands before a script beside common.lua.
 _PARTS: Mapping[str, tuple[str, ...]] = {
-    "submit": ("waiting", "admission"),
-    "accept": ("waiting", "admission"),
-    "begin": ("waiting", "suspicion"),
-    "oldest": ("waiting",),
+    "submit": ("hooks", "waiting", "admission"),
+    "accept": ("hooks", "waiting", "admission"),
+    "begin": ("hooks", "waiting", "suspicion"),
+    "oldest": ("hooks", "waiting"),
+    "append": ("hooks",),
+    "finish": ("hooks",),
     "reap": ("suspicion",),
-    "cancel": ("waiting",),
-    "release": ("waiting",),
-    "sweep": ("waiting",),
+    "cancel": ("hooks", "waiting"),
+    "release": ("hooks", "waiting"),
+    "sweep": ("hooks", "waiting"),
 }
 
 
@@ -171,9 +173,11 @@ def submit(
     idempotency_ttl_ms: int = 86_400_000,
     admission: Admission = Admission(),
     keeping: Keeping = Keeping(),
+    callback: bytes = b"",
 ) -> Call:
     """Accept or refuse a request. `submission` is a fresh random word, the same when the call is repeated; `tokens` is
-    about the length of its prompt, `watch_ms` for how long it may go on unwatched (None: for ever)."""
+    about the length of its prompt, `watch_ms` for how long it may go on unwatched (None: for ever); `callback` as
+    `Callback.stored` makes it."""
     keys = [shard.streams[priority], shard.record(request_id), shard.blob(request_id), shard.statistics]
     keys += [shard.waiting, shard.load]
     if idempotency_key is not None:
@@ -183,7 +187,7 @@ def submit(
     args = (request_id, priority, body, body_hash, submission, ttl_ms, GRACE_MS, tenant, blob, traceparent or "")
     place = (idempotency_ttl_ms, shard.base, GROUP, tokens, keeping.result_ttl_ms, keeping.replay_ttl_ms)
     rule = (admission.heartbeat_timeout_ms, "1" if admission.needs_engine else "0", *admission.cap_args)
-    return Call("submit", tuple(keys), (*args, *place, *rule, _or_empty(watch_ms)))
+    return Call("submit", tuple(keys), (*args, *place, *rule, _or_empty(watch_ms), callback))
 
 
 def accept(
@@ -198,6 +202,7 @@ def accept(
     watch_ms: int | None = None,
     error: bytes = b"",
     dead_letter: str = "",
+    callback: bytes = b"",
 ) -> Call:
     """Give a raw entry that was not delivered yet its record, or answer it; `error`: the one to refuse it with.
 
@@ -207,7 +212,7 @@ def accept(
     keys = (entry.stream_key, shard.record(request_id), shard.statistics, shard.waiting, shard.load, shard.dead_letters)
     what = (GROUP, entry.entry_id, request_id, entry.stream, ttl_ms, tenant, tokens, GRACE_MS, shard.base)
     how = (keeping.result_ttl_ms, keeping.replay_ttl_ms, admission.heartbeat_timeout_ms, error, dead_letter)
-    return Call("accept", keys, (*what, *how, *admission.cap_args, _or_empty(watch_ms)))
+    return Call("accept", keys, (*what, *how, *admission.cap_args, _or_empty(watch_ms), callback))
 
 
 def sweep(shard: ShardKeys, owner: str, *, first: int, count: int, keeping: Keeping) -> Call:
@@ -253,10 +258,11 @@ def begin(
     max_attempts: int = 3,
     alone: bool = False,
     tenant_cap: int | None = None,
+    callback: bytes = b"",
 ) -> Call:
-    """Become the owner of a delivered entry. `ttl_ms`, `tenant`, `tokens` and `watch_ms` count for an entry without a
-    record. `alone`: nothing will run beside it, so it may be one that has ended an engine. `tenant_cap`: requests of
-    one tenant that may run at once."""
+    """Become the owner of a delivered entry. `ttl_ms`, `tenant`, `tokens`, `watch_ms` and `callback` count for an entry
+    without a record. `alone`: nothing will run beside it, so it may be one that has ended an engine. `tenant_cap`:
+    requests of one tenant that may run at once."""
     shard = entry.shard
     return Call(
         "begin",
@@ -271,7 +277,7 @@ def begin(
         ),
         (
             *(GROUP, entry.entry_id, owner, request_id, ttl_ms, tenant, entry.stream, seed, GRACE_MS, tokens),
-            *(max_attempts, "1" if alone else "0", _or_empty(tenant_cap), _or_empty(watch_ms)),
+            *(max_attempts, "1" if alone else "0", _or_empty(tenant_cap), _or_empty(watch_ms), callback),
         ),
     )
 
@@ -302,12 +308,15 @@ def append(
     events: Sequence[bytes],
     *,
     has_tokens: bool = False,
+    started_hook: bytes = b"",
 ) -> Call:
-    """Publish events number offset + 1, offset + 2 ... of a running request. `has_tokens`: something was generated."""
+    """Publish events number offset + 1, offset + 2 ... of a running request. `has_tokens`: something was generated.
+    `started_hook`: what a webhook that it has started says, as JSON."""
+    fence = (owner, attempt, offset, shard.channel(request_id), GRACE_MS, "1" if has_tokens else "0")
     return Call(
         "append",
         (shard.record(request_id), shard.events(request_id)),
-        (owner, attempt, offset, shard.channel(request_id), GRACE_MS, "1" if has_tokens else "0", *events),
+        (*fence, started_hook, *events),
         has_tokens,
     )
 
@@ -329,8 +338,11 @@ def finish(
     result_ttl_ms: int,
     replay_ttl_ms: int,
     dead_letter: str = "",
+    end_hook: bytes = b"",
+    started_hook: bytes = b"",
 ) -> Call:
-    """End a running request in `state`. `dead_letter`: a reason to keep the entry among the dead letters."""
+    """End a running request in `state`. `dead_letter`: a reason to keep the entry among the dead letters. `end_hook`,
+    `started_hook`: what webhooks say, as JSON."""
     shard = entry.shard
     keys = (
         shard.record(request_id),
@@ -342,7 +354,7 @@ def finish(
     )
     fence = (GROUP, entry.entry_id, owner, attempt, offset, shard.channel(request_id), state)
     end = (result_ttl_ms, replay_ttl_ms, result, usage, metrics, error, num_tokens, dead_letter)
-    return Call("finish", keys, (*fence, *end, *events))
+    return Call("finish", keys, (*fence, *end, end_hook, started_hook, *events))
 
 
 def cancel(shard: ShardKeys, request_id: str, *, error: bytes, keeping: Keeping = Keeping()) -> Call:

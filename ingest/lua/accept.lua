@@ -3,7 +3,7 @@
 -- KEYS 1 input stream, 2 record, 3 statistics, 4 waiting, 5 load, 6 dead letters
 -- ARGV 1 group, 2 entry, 3 request id, 4 stream number, 5 ttl ms, 6 tenant, 7 prompt tokens, 8 grace ms, 9 key base,
 --      10 result ttl ms, 11 replay ttl ms, 12 heartbeat timeout ms, 13 error as JSON (it is refused for that) or empty,
---      14 reason to keep the entry among the dead letters or empty, 15...18 caps and 19 watch, as in submit
+--      14 reason to keep the entry among the dead letters or empty, 15...18 caps, 19 watch, 20 callback, as in submit
 -- Replies "ok" "known" "taken" "duplicate", or the state in which it has ended
 local now = server_ms()
 local entry, id, stream, base = ARGV[2], ARGV[3], ARGV[4], ARGV[9]
@@ -35,6 +35,7 @@ end
 redis.call('UNLINK', base .. 'ev:' .. id)
 redis.call('HSET', KEYS[2], 'state', 'queued', 'attempt', 0, 'released', 0, 'seq', 0, 'owner', '', 'stream', stream,
   'entry', entry, 'priority', stream, 'tenant', ARGV[6], 'created', created, 'deadline', deadline, 'tokens', ARGV[7])
+if ARGV[20] ~= '' then redis.call('HSET', KEYS[2], 'callback', ARGV[20]) end
 if state then
   if ARGV[14] ~= '' then keep_dead_letter(KEYS[6], KEYS[3], KEYS[1], entry, ARGV[14], problem, '0') end
   answer(base, id, state, problem, now, ARGV[10], ARGV[11], '0', created)

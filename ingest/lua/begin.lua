@@ -3,7 +3,7 @@
 -- ARGV 1 group, 2 entry, 3 owner, 4 request id, 5 ttl ms (of a request without a record), 6 tenant (same), 7 stream number,
 --      8 seed (kept if none is kept yet), 9 grace ms, 10 prompt tokens (of a request without a record),
 --      11 attempts at most, 12 "1": it will run alone, 13 requests of one tenant that may run at once or empty, 14 ms for
---      which it may go on unwatched or empty (of a request without a record)
+--      which it may go on unwatched or empty (of a request without a record), 15 callback (same; JSON or empty)
 -- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel, alone}
 --         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed,
 --         {"suspect"}: it may have ended its last engine, and has to run alone
@@ -36,6 +36,7 @@ if not state then
     'tokens', ARGV[10])
   redis.call('PEXPIREAT', KEYS[1], math.max(created + tonumber(ARGV[5]), now) + grace)
   start_watch(base, id, ARGV[14])
+  if ARGV[15] ~= '' then redis.call('HSET', KEYS[1], 'callback', ARGV[15]) end
 end
 local tenant = record[6] or ARGV[6]
 local is_over = record[12] == '1' or record[13] and now > tonumber(record[13])

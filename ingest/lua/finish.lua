@@ -2,7 +2,8 @@
 -- KEYS 1 record, 2 events, 3 input stream, 4 dead letters, 5 statistics, 6 blob
 -- ARGV 1 group, 2 entry, 3 owner, 4 attempt, 5 offset: events before these, 6 channel, 7 state, 8 result ttl ms,
 --      9 replay ttl ms, 10 result, 11 usage, 12 metrics, 13 error (JSON or empty), 14 generated tokens,
---      15 reason to keep the entry among the dead letters or empty, 16... events
+--      15 reason to keep the entry among the dead letters or empty, 16 webhook data of the end,
+--      17 of `request.started` if that is not out yet (JSON or empty), 18... events
 -- Replies "ok <seq>" "gap <seq>" "stale" "gone" and "cancelled": a cancel was acknowledged, so `completed` is refused
 local now = server_ms()
 local group, entry = ARGV[1], ARGV[2]
@@ -13,7 +14,8 @@ local function remove()
   if ARGV[15] == '' then redis.call('UNLINK', KEYS[6]) else redis.call('PEXPIRE', KEYS[6], 604800000) end
 end
 
-local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'tenant')
+local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'tenant', 'callback',
+  'created')
 if not record[1] then
   if is_pending(KEYS[3], group, entry, ARGV[3]) then remove() end
   return redis.status_reply('gone')
@@ -27,7 +29,7 @@ if record[5] == '1' and ARGV[7] == 'completed' then return redis.status_reply('c
 
 local seq, offset = tonumber(record[4]), tonumber(ARGV[5])
 if seq < offset then return redis.status_reply('gap ' .. seq) end
-seq = publish(KEYS[2], ARGV[6], seq, offset, 16)
+seq = publish(KEYS[2], ARGV[6], seq, offset, 18)
 redis.call('HSET', KEYS[1], 'state', ARGV[7], 'seq', seq, 'finished', now, 'result', ARGV[10], 'usage', ARGV[11],
   'metrics', ARGV[12], 'error', ARGV[13])
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
@@ -38,5 +40,10 @@ redis.call('UNLINK', base .. 'watch:' .. id)
 redis.call('HINCRBY', KEYS[5], ARGV[7], 1)
 redis.call('HINCRBY', KEYS[5], 'tokens', ARGV[14])
 if ARGV[15] ~= '' then keep_dead_letter(KEYS[4], KEYS[5], KEYS[3], entry, ARGV[15], ARGV[13], record[3]) end
+if record[7] then
+  local function hook(kind, data) put_hook(base, id, record[8], record[7], kind, data, now) end
+  if ARGV[17] ~= '' then hook('request.started', ARGV[17]) end
+  if ARGV[16] ~= '' then hook(end_kind(ARGV[7]), ARGV[16]) end
+end
 remove()
 return redis.status_reply('ok ' .. seq)

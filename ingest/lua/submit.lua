@@ -4,7 +4,7 @@
 --      6 ttl ms, 7 grace ms, 8 tenant, 9 "1": the body goes to the blob key, 10 traceparent, 11 idempotency ttl ms,
 --      12 key base, 13 group, 14 prompt tokens, 15 result ttl ms, 16 replay ttl ms, 17 heartbeat timeout ms,
 --      18 "1": refuse while no engine lives, 19...22 caps: requests, prompt tokens, the same for the tenant; empty: none,
---      23 ms for which it may go on unwatched, or empty: for ever
+--      23 ms for which it may go on unwatched, or empty: for ever, 24 callback (JSON as in ingest/callback.py, or empty)
 -- Replies {"ok", id} {"repeated", id} {"attached", id} {"conflict", id} {"duplicate", id, state}
 --         {"refused", id, error}: told and kept as its result; id and idempotency key may be used again
 local now = server_ms()
@@ -52,6 +52,7 @@ local entry = redis.call('XADD', KEYS[1], '*', unpack(fields))
 redis.call('HSET', KEYS[2], 'state', 'queued', 'attempt', 0, 'released', 0, 'seq', 0, 'owner', '', 'stream', ARGV[2],
   'entry', entry, 'priority', ARGV[2], 'tenant', ARGV[8], 'created', now, 'deadline', now + ttl, 'submission', ARGV[5],
   'tokens', ARGV[14])
+if ARGV[24] ~= '' then redis.call('HSET', KEYS[2], 'callback', ARGV[24]) end
 redis.call('PEXPIREAT', KEYS[2], now + ttl + grace)
 start_watch(base, id, ARGV[23])
 count(KEYS[5], KEYS[6], id, ARGV[2], entry, ARGV[14], ARGV[8], now + ttl)

@@ -52,6 +52,12 @@ local function answer(base, id, state, problem, now, result_ttl, replay_ttl, att
   redis.call('PEXPIRE', record, result_ttl)
   redis.call('PEXPIRE', events, replay_ttl)
   redis.call('HINCRBY', base .. 'stat', state, 1)
+  local callback = redis.call('HGET', record, 'callback')
+  if not callback then return end
+  put_hook(base, id, string.format('%d', created), callback, end_kind(state), function(told)
+    return '{"id":' .. cjson.encode(id) .. ',"state":"' .. state .. '","choices":[],"usage":' .. usage .. ',"metrics":'
+      .. metrics .. ',"error":' .. problem .. ',"metadata":' .. told.metadata .. '}'
+  end, now)
 end
 
 local EXPIRED = '{"code":"deadline_exceeded","message":"the deadline has passed","param":"ttl_ms"}'

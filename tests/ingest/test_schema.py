@@ -70,33 +70,14 @@ def test_null_means_the_default() -> None:
     assert parsed == RequestBody(prompt="x")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("callback", {"url": "https://example.com"}),
-    ],
-)
-def test_what_is_not_supported_yet_says_so(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match="not supported yet") as caught:
-        RequestBody.from_mapping({"prompt": "x", name: value})
-    assert (caught.value.code, caught.value.param) == ("invalid_request", name)
-
-
 def test_the_protocol_page_names_every_field() -> None:
     page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
     body = page.split("### The body")[1].split("### Level 1")[0]
-    table, unsupported = body.split("\n\n`callback`")
-    unsupported = unsupported.split("\n\n")[0]
     named = {
-        name
-        for row in table.splitlines()
-        if row.startswith("| `")
-        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+        name for row in body.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
     named |= {"prompt", "messages", "prompt_token_ids"}
-    later = {"callback", *re.findall(r"`(\w+)`", unsupported)} - {"invalid_request"}
     assert named == {*schema._PROMPTS, *CHAT_FIELDS, *schema._OPTIONS, *SAMPLING_FIELDS}
-    assert later == set(schema._NEUTRAL)
 
 
 def test_limits() -> None:
