@@ -95,8 +95,8 @@ def main() -> None:
             else:
                 compile_first(trie, request["source"], limits)
                 answer = {}
-        except ValueError as error:
-            answer = {"error": str(error)}
+        except (ValueError, MemoryError) as error:
+            answer = {"error": str(error) or "it takes too much memory"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_frame(answers, answer)
 

@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
+
+from pagemill.engine.values import shown
 
 MAX_BOUND = 10**18
 _ROUNDS = 50
@@ -43,7 +46,7 @@ def prepare(schema: Node | bool, *, closed: bool) -> Node | bool:
     root = _Root(schema)
     for path, node in root.nodes:
         try:
-            _mend(node)
+            _mend(node, is_root=path == "#")
         except ValueError as error:
             raise ValueError(f"at {path}: {error}") from error
         if closed and "properties" in node:
@@ -92,8 +95,6 @@ class _Root:
 
     def drop_endless(self) -> None:
         """Put false where no finite value is. Raises `ValueError` where that is everywhere."""
-        if any("$id" in node for _, node in self.nodes[1:]):
-            return  # pointers may start elsewhere
         finite: set[int] = set()
         rest = list(range(len(self.nodes)))
         for _ in range(_ROUNDS):
@@ -160,7 +161,14 @@ def _children(path: str, node: Node) -> Iterator[tuple[str, Any, Any]]:
             yield f"{path}/{name}/{key}", node[name], key
 
 
-def _mend(node: Node) -> None:
+def _mend(node: Node, is_root: bool) -> None:
+    if "$id" in node:
+        # Generators give every part a fragment for an id. It names nothing, and would be taken for the whole.
+        name = node["$id"]
+        if not isinstance(name, str) or not name or name.startswith("#"):
+            del node["$id"]
+        elif not is_root:
+            raise ValueError("$id is supported at the root of a schema only")
     for name in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(node.get(name), bool):
             raise ValueError(f"{name} must be a number, as it is since draft 6, got {node[name]}")
@@ -208,18 +216,19 @@ def _check_value(name: str, value: Any) -> None:
             queue += item
         elif isinstance(item, str):
             if any(character < " " and character not in "\b\t\n\f\r" for character in item):
-                raise ValueError(f"{name} may not hold a control character: {item!r}")
-        elif _is_number(item) and not _is_float(item):
-            raise ValueError(f"{name} may not hold {item}, which is no 64-bit floating-point number")
+                raise ValueError(f"{name} may not hold a control character: {shown(item)}")
+        elif _is_number(item) and not _is_exact(item):
+            raise ValueError(f"{name} may not hold {shown(item)}, which 64-bit floats do not hold exactly")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_float(value: float) -> bool:
+def _is_exact(value: float) -> bool:
+    """Whether the shortest decimal of the nearest 64-bit float, which is what will be written, is `value`."""
     try:
-        return float(value) == value
+        return abs(value) < 1 << 53 or Decimal(repr(float(value))) == value
     except OverflowError:
         return False
 

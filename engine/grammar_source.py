@@ -48,7 +48,8 @@ def _schema(schema: Any, spec: StructuredOutputs) -> str:
     if spec.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
-        options["whitespace_pattern"] = spec.whitespace_pattern or _WHITESPACE
+        # A class within a class is their union.
+        options["whitespace_pattern"] = (spec.whitespace_pattern or _WHITESPACE).replace(r"\s", r"[ \t\r\n]")
     return json.dumps({**({} if schema is True else schema), "x-guidance": options})
 
 

@@ -8,6 +8,7 @@ limits on CPU time and address space; a lost helper is one refused request, and 
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from pagemill.engine import grammar_helper
+from pagemill.engine.errors import RequestError
 from pagemill.engine.grammar_helper import read_frame, write_frame
 
 CPU_SECONDS = 2.0
@@ -43,7 +45,8 @@ class GrammarTrial:
         self._end: Callable[[], Any] = _nothing
 
     def run(self, source: str) -> None:
-        """Return where `source` compiles within the limits. Raises `ValueError` with the reason where it does not."""
+        """Return where `source` compiles within the limits. Raises `ValueError` with the reason where it does not, and
+        `engine_error` where there is no helper to try it."""
         self._ask({"source": source})
 
     def convert(self, gbnf: str) -> str:
@@ -71,6 +74,8 @@ class GrammarTrial:
         status = process.wait()
         if status == -signal.SIGPROF:
             raise ValueError(f"it takes more than {CPU_SECONDS:g} s to compile; make it simpler")
+        if status >= 0:  # no grammar does that
+            raise RequestError("engine_error", f"the helper process that compiles grammars exited with status {status}")
         raise ValueError(
             f"compiling it ended the helper process with status {status}; {MEMORY_BYTES >> 20} MiB are allowed"
         )
@@ -78,15 +83,21 @@ class GrammarTrial:
     def _start(self) -> None:
         self._end()
         # -P: the folder of the program is not a place to import from, since its modules have everyday names.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(grammar_helper.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(grammar_helper.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RequestError(
+                "engine_error", f"the helper process that compiles grammars cannot be started: {error}"
+            ) from error
         self._end = weakref.finalize(self, _end, self._process)
-        write_frame(cast(BinaryIO, self._process.stdin), self._setup)
+        with contextlib.suppress(BrokenPipeError):  # the exchange that follows will tell
+            write_frame(cast(BinaryIO, self._process.stdin), self._setup)
 
 
 def _nothing() -> None:

@@ -8,6 +8,7 @@ by `GrammarCompiler`. Imports nothing heavy.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,9 @@ MAX_CHOICES_LENGTH = 64 * 1024  # characters of all choices together
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _FLAGS = ("disable_any_whitespace", "disable_additional_properties")
-_REFUSED = ("structural_tag",)
+_REFUSED = ("disable_fallback", "structural_tag")  # vLLM's; null and false ask for nothing
+# Of the white space of JSON, and nothing that could match another character.
+_WHITESPACE = re.compile(r"(?:[ \t\n\r|*+?\[\]()]|\(\?:|\\[nrts]|\\x(?:20|09|0[aAdD])|\{[0-9]*,?[0-9]*\})*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +85,15 @@ class StructuredOutputs:
             return fields
         if not isinstance(fields, Mapping):
             raise invalid(f"{param} must be an object, got {type(fields).__name__}", param)
-        for name in fields:
-            if name in _REFUSED:
-                raise invalid(f"{param}.{name} is not supported by this engine; leave it out", param)
-            if name not in (*_KINDS, *_FLAGS, "whitespace_pattern"):
+        given: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name not in (*_KINDS, *_FLAGS, *_REFUSED, "whitespace_pattern"):
                 raise invalid(f"{param} has an unknown field {shown(name)}", param)
-        return cls(**{str(name): value for name, value in fields.items() if value is not None}, param=param)
+            if name in _REFUSED and value not in (None, False):
+                raise invalid(f"{param}.{name} is not supported by this engine; leave it out", param)
+            if name not in _REFUSED and value is not None:
+                given[name] = value
+        return cls(**given, param=param)
 
     @classmethod
     def from_response_format(cls, fields: object) -> StructuredOutputs | None:
@@ -175,6 +181,11 @@ class StructuredOutputs:
         is_json = kind in ("json", "json_object")
         if self.whitespace_pattern is not None:
             self._text(self.whitespace_pattern, ".whitespace_pattern", MAX_WHITESPACE_PATTERN_LENGTH)
+            if not _WHITESPACE.fullmatch(self.whitespace_pattern):
+                raise self.error(
+                    ".whitespace_pattern may match space, tab, line feed and carriage return only (\\s is all four), "
+                    f"got {shown(self.whitespace_pattern)}"
+                )
             if self.disable_any_whitespace:
                 raise self.error(".whitespace_pattern cannot be combined with disable_any_whitespace")
         for name, fits in (

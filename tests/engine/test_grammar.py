@@ -320,6 +320,7 @@ def test_white_space_is_bounded(compiler: GrammarCompiler, tokenizer: Tokenizer)
     assert [spaced(space) for space in ("", " ", "\n", "\r\n\t\t", "\n" + " " * 40)] == [True] * 5
     assert not any(spaced(space) for space in ("  ", "\n\n", "\t", "\n" + " " * 41))
     assert spaced("", disable_any_whitespace=True) and not spaced(" ", disable_any_whitespace=True)
+    assert spaced("\n\t ", whitespace_pattern="[\\s]{0,3}") and not spaced("\u00a0", whitespace_pattern="\\s*")
     assert spaced("\t\t", whitespace_pattern="\\t{2}") and not spaced("\t", whitespace_pattern="\\t{2}")
 
 
@@ -341,6 +342,13 @@ VALUE = [1, {"minimum": True}]
         ({"type": "integer", "minimum": 2**53 + 1}, [2**53 + 2], [2**53]),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, 10**18, -(10**18)], [2**63]),
         ({"type": "number", "minimum": -1e300, "maximum": 1e300}, [0.5], [2e18]),
+        (
+            {"type": "object", "properties": {"a": {"$id": "#/properties/a", "type": "integer"}}},
+            [{"a": 1}],
+            [1, {"a": {}}],
+        ),
+        ({"type": "array", "items": {"$id": "#", "type": "integer"}, "$id": "https://a.b/c"}, [[1]], [1, [[1]]]),
+        ({"enum": [10**22, 2**53 - 1, 0.1]}, [10**22, 2**53 - 1, 0.1], [2**53]),
         ({"type": "integer", "multipleOf": 60}, [0, 120, -60], [30]),
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, [[1, 1]], [["a"]]),
         ({"type": "object", "properties": {"a": {"type": "integer"}}}, [{"a": 1, "b": 2}], [{"a": "x"}]),
@@ -398,7 +406,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}}, "without end"),
     ({"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "without end"),
     ({"json": {"properties": {"a": {"const": 2**53 + 1}}}}, "at #/properties/a: const may not hold 9007199254740993"),
+    ({"json": {"enum": [[-(2**70)]]}}, "enum may not hold -1180591620717411303424"),
+    ({"json": {"const": 1e300}}, r"const may not hold 1e\+300"),
     ({"json": {"enum": ["a\x00b"]}}, "control character"),
+    ({"json": {"items": {"$id": "https://a.b/c"}}}, "at #/items: .id is supported at the root"),
     ({"json": {"minimum": 3, "exclusiveMinimum": True}}, "exclusiveMinimum must be a number"),
     ({"json": {"type": "object", "minProperties": 3, "required": ["a"]}}, "minProperties 3"),
     ({"json": {"type": "integer", "minimum": 10**400}}, "larger than any"),
@@ -409,6 +420,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a)\\1"}, "backreferences are not supported"),
     ({"regex": "[^\\x00-\\x{10FFFF}]"}, "no token of this model can go on"),
     ({"json": {"type": "object"}, "whitespace_pattern": "("}, "unclosed group"),
+    ({"json": {"type": "object"}, "whitespace_pattern": "( {0,9}){9,1}"}, "invalid repetition"),
     ({"grammar": "start: start"}, "no token of this model can go on"),
     ({"grammar": "start: other"}, "unknown name"),
     ({"grammar": 'root ::= ("a"'}, "cannot be read as GBNF"),
@@ -491,6 +503,18 @@ def test_a_lost_helper_is_replaced(tokenizer: Tokenizer) -> None:
     assert second is not None and second is not first
     del compiler
     second.wait(10)
+
+
+def test_a_helper_that_cannot_work_is_the_engines_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for executable, reason in (("/nowhere/python", "cannot be started"), ("/bin/false", "exited with status 1")):
+        monkeypatch.setattr(grammar_trial.sys, "executable", executable)
+        compiler = GrammarCompiler(tokenizer, 1000, (EOS,))
+        with pytest.raises(RequestError, match=reason) as error:
+            compiler.compile(StructuredOutputs(regex="a"))
+        assert error.value.code == "engine_error"
+        assert compiler.compile(StructuredOutputs(choice=["a"]))
+        monkeypatch.undo()
+        assert compiler.compile(StructuredOutputs(regex="a"))
 
 
 @pytest.mark.parametrize("grammar", ['start: e\ne: e e e | e e | "a" | "b"', 'start: start start | "a" | '])

@@ -22,6 +22,14 @@ def test_vllm_words() -> None:
     assert StructuredOutputs.from_vllm({"choice": ["a", "b", "a"]}).choice == ("a", "b")
     assert StructuredOutputs.from_vllm({"json_object": True}).kind == "json_object"
     assert StructuredOutputs.from_vllm({"json": False}).kind == "json"
+    dumped = {
+        "regex": "a",
+        "structural_tag": None,
+        "disable_fallback": False,
+        "whitespace_pattern": None,
+        "choice": None,
+    }
+    assert StructuredOutputs.from_vllm(dumped) == StructuredOutputs(regex="a")
     assert StructuredOutputs.from_vllm(form) is form
     assert len({form, StructuredOutputs(regex="a"), StructuredOutputs(regex="a")}) == 2
 
@@ -77,6 +85,10 @@ def test_openai_words() -> None:
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern means nothing with regex"),
         ({"json_object": True, "disable_additional_properties": True}, "means nothing with json_object"),
         ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "cannot be combined"),
+        ({"json": {}, "whitespace_pattern": "x*"}, "line feed and carriage return only .* got 'x.'"),
+        ({"json": {}, "whitespace_pattern": "[^a]"}, "carriage return only"),
+        ({"json": {}, "whitespace_pattern": "\\S"}, "carriage return only"),
+        ({"json": {}, "whitespace_pattern": "5"}, "carriage return only"),
         ({"json": {}, "whitespace_pattern": " " * 257}, "whitespace_pattern may have at most 256 characters"),
         ({"json": {}, "disable_any_whitespace": 1}, "disable_any_whitespace must be true or false, got 1"),
     ],
