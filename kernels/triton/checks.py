@@ -288,7 +288,7 @@ def _sample_mixed(ops: Ops, device: str) -> Outcome:
     batch = SampleBatch(
         temperature=np.where(rng.random(rows) < 0.15, 0, rng.uniform(0.05, 2, rows)).astype(np.float32),
         top_k=some(rng.integers(1, 60, rows).astype(np.float64), 0).astype(np.int32),
-        top_p=some(rng.random(rows), 1).astype(np.float32),
+        top_p=some(rng.choice([0, 0.3, 0.9, 0.999], rows), 1).astype(np.float32),
         min_p=some(rng.random(rows) * 0.3, 0).astype(np.float32),
         seed=rng.integers(0, 2**64, rows, dtype=np.uint64),
         position=rng.integers(0, 2**40, rows),

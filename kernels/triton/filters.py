@@ -46,7 +46,7 @@ def _weights(values, highest, heat):
 
 @triton.jit
 def _reaching(logits, vocab, low, high, highest, heat, wanted, CHUNK: tl.constexpr):
-    """The highest place from which upward the weights of a row come to what is wanted, at least `low`, below `high`."""
+    """The highest place from which upward the weights of a row come to wanted > 0, at least `low`, below `high`."""
     while high - low > 1:
         step = tl.maximum((high - low) // 4, 1)
         first = low + step
@@ -110,7 +110,8 @@ def threshold_kernel(
                 values = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
                 weights = _weights(values, highest, heat)
                 total += tl.sum(tl.where(values >= _float_of_rank(low), weights, 0.0), 0).to(tl.float64)
-            low = _reaching(logits, vocab, low, high, highest, heat, top_p * total, CHUNK)
+            wanted = tl.maximum(top_p, 1e-30) * total  # a nucleus is never empty
+            low = _reaching(logits, vocab, low, high, highest, heat, wanted, CHUNK)
         tl.store(thresholds + row, _float_of_rank(low))
 
 
