@@ -17,7 +17,7 @@ from pagemill.engine.errors import PagemillError, RequestError, invalid
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys, is_request_id
-from pagemill.ingest.redis import connect_commands, connect_pubsub, is_unavailable, shown_url
+from pagemill.ingest.redis import connect_commands, is_unavailable, shown_url
 from pagemill.ingest.results import Delta, RequestFailed, Result, refused_result, result_of
 from pagemill.ingest.schema import check_and_encode
 from pagemill.ingest.subscription import Event, EventHub, Subscription
@@ -120,8 +120,7 @@ class AsyncClient:
         self._patience_s = patience_s
         name = f"pagemill-client-{os.getpid()}"
         self._redis = connect_commands(self.config.redis_url, name)
-        self._pubsub = connect_pubsub(self.config.redis_url, name)
-        self._hub = EventHub(self._redis, self._pubsub, self.keys, watchdog_s=watchdog_s)
+        self._hub = EventHub(self._redis, self.keys, watchdog_s=watchdog_s)
 
     async def submit(
         self,
@@ -210,7 +209,6 @@ class AsyncClient:
     async def aclose(self) -> None:
         await self._hub.aclose()
         await self._redis.aclose()
-        await self._pubsub.aclose()
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,12 +6,11 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from pagemill.engine.errors import ConfigError
+from pagemill.ingest.address import parse_address
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
-_SCHEMES = ("redis://", "rediss://", "unix://")
 
 CAPS = (
     "max_queued_requests",
@@ -32,7 +31,10 @@ class QueueConfig:
     Names that end in `_s` are seconds, in `_ms` milliseconds, in `_bytes` bytes.
     """
 
-    redis_url: str = _setting("redis://127.0.0.1:6379/0", "Redis or Valkey: redis://, rediss:// or unix:// URL")
+    redis_url: str = _setting(
+        "redis://127.0.0.1:6379/0",
+        "Redis or Valkey: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// URL",
+    )
     key_prefix: str = _setting("pm", "first part of every key and channel; carries the environment")
     queue: str = _setting("default", "name of the queue; one queue serves one model")
     shards: int = _setting(1, "independent parts of the queue, each in one slot of a cluster; the same for everybody")
@@ -56,7 +58,7 @@ class QueueConfig:
     block_ms: int = _setting(1000, "how long one blocking read of the stream lasts")
 
     def __post_init__(self) -> None:
-        _check_url(self.redis_url)
+        parse_address(self.redis_url)
         for name in ("key_prefix", "queue"):
             if not isinstance(getattr(self, name), str) or not _NAME.fullmatch(getattr(self, name)):
                 raise ConfigError(
@@ -100,22 +102,3 @@ class QueueConfig:
 
     def replace(self, **changes: Any) -> QueueConfig:
         return dataclasses.replace(self, **changes)
-
-
-def _check_url(url: object) -> None:
-    """Raise for what no connection can be made of. The URL is not repeated: it may hold a password."""
-    if not isinstance(url, str) or not url.startswith(_SCHEMES):
-        shown = repr(url[:40]) if isinstance(url, str) and "@" not in url else "something else"
-        raise ConfigError(f"redis_url must start with one of {', '.join(_SCHEMES)}, got {shown}")
-    try:
-        parts = urlsplit(url)
-        is_good = parts.port != 0
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise ConfigError(
-            "redis_url has no usable host and port; in a password @ : / ? # are written %40 %3A %2F %3F %23"
-        )
-    database = parts.path.removeprefix("/")
-    if parts.scheme != "unix" and database and not database.isdecimal():
-        raise ConfigError("redis_url must end with the host's port or a database number, as in redis://host:6379/0")

@@ -14,17 +14,21 @@ from urllib.parse import urlsplit, urlunsplit
 
 import redis.asyncio as aioredis
 import structlog
-from redis.asyncio.client import Pipeline
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import Connection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ConnectionError,
     MasterDownError,
+    MovedError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TimeoutError,
@@ -32,6 +36,7 @@ from redis.exceptions import (
 )
 
 from pagemill.engine.errors import ConfigError
+from pagemill.ingest.address import ServerAddress, parse_address
 
 _log = structlog.get_logger(__name__)
 
@@ -43,6 +48,7 @@ _UNAVAILABLE = (
     BusyLoadingError,
     ReadOnlyError,
     MasterDownError,
+    MovedError,
     TryAgainError,
     OutOfMemoryError,
     NoScriptError,
@@ -53,29 +59,7 @@ MIN_VERSION = (7, 0)
 
 REPLY_TIMEOUT_S = 5.0
 CONNECTIONS = 32  # of one client; more calls at a time wait for a free one, where redis-py's pool would refuse them
-
-
-class Client(aioredis.Redis):
-    """A client whose commands take `REPLY_TIMEOUT_S` at most, retries included; then it raises `TimeoutError`. The
-    time starts when one of its connections is free.
-
-    redis-py's own `socket_timeout` is off: with it each send goes through `asyncio.wait_for`, which before Python 3.12
-    forgets a cancellation that comes while the send completes. A task that was told to end would go on for ever.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._free_connections = asyncio.Semaphore(CONNECTIONS)
-
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
-            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-
-    async def run_pipeline(self, pipeline: Pipeline) -> list[Any]:
-        """Send a pipeline. Replies in order; a command that failed has its exception in its place."""
-        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
-            return list(await pipeline.execute(raise_on_error=False))
-
+SENTINEL_TIMEOUT_S = 1.0  # until the next Sentinel is asked
 
 _SHAPE: dict[str, Any] = {
     "decode_responses": False,
@@ -85,22 +69,125 @@ _SHAPE: dict[str, Any] = {
 }
 
 
+class ServerClient(aioredis.Redis):
+    """A client of one server, or of the master that Sentinels name. See `connect_commands`."""
+
+    publishes_sharded = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._free_connections = asyncio.Semaphore(CONNECTIONS)
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+
+    async def run_pipeline(self, pipeline: Any) -> list[Any]:
+        """Send a pipeline. Replies in order; a command that failed has its exception in its place."""
+        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
+            return list(await pipeline.execute(raise_on_error=False))
+
+
+class ClusterClient(aioredis.RedisCluster):
+    """A client of a Cluster. See `connect_commands`. Every command and script here has its keys in one slot.
+
+    What redis-py says of a Cluster that cannot be reached is no `RedisError`; it becomes a `ConnectionError`.
+    """
+
+    publishes_sharded = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._free_connections = asyncio.Semaphore(CONNECTIONS)
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
+            try:
+                return await super().execute_command(*args, **options)
+            except RedisClusterException as error:
+                raise ConnectionError(str(error)) from error
+
+    async def run_pipeline(self, pipeline: Any) -> list[Any]:
+        """Send a pipeline, to several nodes where it has to. Replies as `ServerClient.run_pipeline`."""
+        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
+            try:
+                replies = list(await pipeline.execute(raise_on_error=False))
+            except RedisClusterException as error:
+                raise ConnectionError(str(error)) from error
+        return [ConnectionError(str(reply)) if isinstance(reply, RedisClusterException) else reply for reply in replies]
+
+    async def node_options(self, key: str) -> tuple[type[Connection], dict[str, Any]]:
+        """How to connect to the node that has `key` now."""
+        await self.execute_command("EXISTS", key)  # a node that has it no more says who has
+        try:
+            node: Any = self.get_node_from_key(key)
+        except RedisClusterException as error:
+            raise ConnectionError(str(error)) from error
+        return node.connection_class, dict(node.connection_kwargs)
+
+
+Client = ServerClient | ClusterClient
+
+
 def connect_commands(url: str, name: str) -> Client:
-    """For commands that may be repeated: a pool of connections, three retries."""
+    """For commands that may be repeated: a pool of connections, three retries.
+
+    A command takes `REPLY_TIMEOUT_S` at most, retries included; then it raises `TimeoutError`. The time starts when
+    one of the client's connections is free. redis-py's own `socket_timeout` is off: with it each send goes through
+    `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes while the send completes. A task that
+    was told to end would go on for ever.
+    """
+    address = parse_address(url)
     retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3)
-    return cast(Client, Client.from_url(url, client_name=name, retry=retry, health_check_interval=15, **_SHAPE))
+    options = {**_SHAPE, "client_name": name, "retry": retry, "health_check_interval": 15}
+    if address.kind == "cluster":
+        return ClusterClient(**_cluster_options(address, options))
+    return cast(ServerClient, _server_client(ServerClient, address, options))
 
 
-def connect_blocking(url: str, name: str) -> aioredis.Redis:
+def connect_blocking(url: str, name: str) -> Any:
     """For XREADGROUP BLOCK: no time limit of its own and no retry, since a repeated read is another delivery."""
-    retry = Retry(NoBackoff(), 0)
-    return aioredis.Redis.from_url(url, client_name=name, retry=retry, single_connection_client=True, **_SHAPE)
+    address = parse_address(url)
+    options = {**_SHAPE, "client_name": name, "retry": Retry(NoBackoff(), 0)}
+    if address.kind == "cluster":
+        return _BlockingCluster(**_cluster_options(address, options))
+    if address.kind == "single":
+        options["single_connection_client"] = True
+    return _server_client(aioredis.Redis, address, options)
 
 
-def connect_pubsub(url: str, name: str) -> aioredis.Redis:
-    """For subscriptions: no hidden reconnection, since what came meanwhile has to be read from the stream."""
-    retry = Retry(NoBackoff(), 0)
-    return aioredis.Redis.from_url(url, client_name=name, retry=retry, health_check_interval=15, **_SHAPE)
+class _BlockingCluster(aioredis.RedisCluster):
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().execute_command(*args, **options)
+        except RedisClusterException as error:
+            raise ConnectionError(str(error)) from error
+
+
+def _server_client(kind: type[aioredis.Redis], address: ServerAddress, options: dict[str, Any]) -> aioredis.Redis:
+    if address.kind == "single":
+        return kind.from_url(address.url, **options)
+    given: dict[str, Any] = {**parse_url(address.url), **options}
+    for name in ("host", "port"):
+        given.pop(name, None)
+    limits = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S, "protocol": 2}
+    asking = {**limits, "retry": Retry(NoBackoff(), 0), **dict(address.sentinel_options)}
+    if given.pop("connection_class", None) is SSLConnection:
+        given["ssl"] = True
+        asking |= {"ssl": True, **{key: value for key, value in given.items() if key.startswith("ssl_")}}
+    sentinels: Any = Sentinel
+    made = sentinels(address.hosts, sentinel_kwargs=asking)
+    return cast(aioredis.Redis, made.master_for(address.service, redis_class=kind, **given))
+
+
+def _cluster_options(address: ServerAddress, options: dict[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {**parse_url(address.url), **options}
+    for name in ("host", "port", "db"):
+        given.pop(name, None)
+    if given.pop("connection_class", None) is SSLConnection:
+        given["ssl"] = True
+    # Slots of others may be without a node; ours are looked at when they are wanted.
+    return {**given, "startup_nodes": [ClusterNode(*host) for host in address.hosts], "require_full_coverage": False}
 
 
 def shown_url(url: str) -> str:

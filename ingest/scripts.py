@@ -47,10 +47,13 @@ class Script:
 
 
 @functools.cache
-def script(name: str) -> Script:
-    """A script with the functions that it needs before it, and the SHA-1 that the server knows it by."""
+def script(name: str, sharded: bool = False) -> Script:
+    """A script with the functions that it needs before it, and the SHA-1 that the server knows it by. `sharded`: its
+    live events go out by SPUBLISH."""
     folder = resources.files("pagemill.ingest") / "lua"
     text = "".join((folder / f"{part}.lua").read_text() for part in ("common", *_PARTS.get(name, ()), name))
+    if sharded:
+        text = text.replace("local PUBLISH = 'PUBLISH'", "local PUBLISH = 'SPUBLISH'")
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -73,7 +76,7 @@ async def run(client: Client, calls: Sequence[Call]) -> list[Any]:
     missing = [number for number, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
     if missing:
         for name in {calls[number].name for number in missing}:
-            await client.script_load(script(name).text)
+            await client.script_load(script(name, client.publishes_sharded).text)
         again = await _send(client, [calls[number] for number in missing])
         for number, reply in zip(missing, again, strict=True):
             replies[number] = reply
@@ -91,7 +94,9 @@ async def run_one(client: Client, call: Call) -> Any:
 async def _send(client: Client, calls: Sequence[Call]) -> list[Any]:
     pipeline = client.pipeline(transaction=False)
     for call in calls:
-        pipeline.execute_command("EVALSHA", script(call.name).sha, len(call.keys), *call.keys, *call.args)
+        pipeline.execute_command(
+            "EVALSHA", script(call.name, client.publishes_sharded).sha, len(call.keys), *call.keys, *call.args
+        )
     return await client.run_pipeline(pipeline)
 
 

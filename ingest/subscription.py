@@ -15,14 +15,13 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import orjson
-import redis.asyncio as aioredis
-import structlog
-from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError
 
 from pagemill.engine.errors import RequestError
-from pagemill.ingest.events import TERMINAL_STATES, Transcript, read_live_payload
+from pagemill.ingest.events import TERMINAL_STATES, Transcript
+from pagemill.ingest.feed import Feed
 from pagemill.ingest.keys import QueueKeys
+from pagemill.ingest.listener import listener_opener
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
 
 PAGE = 1000  # events read from the stream at once
@@ -30,8 +29,6 @@ WATCH_TICK_S = 0.25
 BUFFER = 256  # live events kept for a reader that is slower; beyond, it reads the stream
 
 Event = Mapping[str, Any]
-
-_log = structlog.get_logger(__name__)
 
 
 class Subscription:
@@ -120,7 +117,7 @@ class Subscription:
                     break
                 self._wake.clear()
 
-    def say_watched(self, pipeline: Pipeline, now: float) -> None:
+    def say_watched(self, pipeline: Any, now: float) -> None:
         """Renew the lease of those who watch; or ask what it is, where that is not known."""
         if self.watch_ms is None:
             pipeline.hmget(self._record, ["state", "watch_ms"])
@@ -227,23 +224,18 @@ class Subscription:
 
 
 class EventHub:
-    """Follows any number of requests over one pub/sub connection. Belongs to one event loop.
+    """Follows any number of requests over one connection that listens; over one for each shard on a Cluster, where a
+    shard's channels are heard only at its node. Belongs to one event loop.
 
     `watchdog_s`: silence after which the stream and the record are looked at.
     """
 
-    def __init__(
-        self, commands: Client, pubsub_client: aioredis.Redis, keys: QueueKeys, *, watchdog_s: float = 5.0
-    ) -> None:
+    def __init__(self, commands: Client, keys: QueueKeys, *, watchdog_s: float = 5.0) -> None:
         self.keys = keys
         self.watchdog_s = watchdog_s
         self._commands = commands
-        self._pubsub_client = pubsub_client
-        self._pubsub: Any = None
-        self._lock = asyncio.Lock()
-        self._channels: dict[bytes, list[Subscription]] = {}
-        self._ready: set[bytes] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._open_listener = listener_opener(commands)
+        self._feeds: dict[str, Feed] = {}
         self._watching: asyncio.Task[None] | None = None
 
     async def open(
@@ -251,30 +243,13 @@ class EventHub:
     ) -> Subscription:
         """Follow a request from event `after` + 1 on. Close the subscription when done with it."""
         subscription = Subscription(self, request_id, after=after, expected=expected, patience_s=patience_s)
-        channel = subscription.channel
-        async with self._lock:
-            self._channels.setdefault(channel, []).append(subscription)
-            if channel in self._ready:
-                subscription.confirm()
-            elif self._pubsub is not None:
-                # Where this fails the connection is lost, and making it anew subscribes to every channel.
-                with contextlib.suppress(RedisError, OSError):
-                    await self._pubsub.subscribe(channel)
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
+        await self._feed(request_id).add(subscription)
+        if self._watching is None:
             self._watching = asyncio.create_task(self._keep_watch())
         return subscription
 
     async def close(self, subscription: Subscription) -> None:
-        async with self._lock:
-            followers = self._channels.get(subscription.channel, [])
-            if subscription in followers:
-                followers.remove(subscription)
-            if not followers and self._channels.pop(subscription.channel, None) is not None:
-                self._ready.discard(subscription.channel)
-                if self._pubsub is not None:
-                    with contextlib.suppress(RedisError, OSError):
-                        await self._pubsub.unsubscribe(subscription.channel)
+        await self._feed(subscription.request_id).remove(subscription)
 
     async def command(self, *words: str | int) -> Any:
         """A reading command, repeated while Redis is unavailable."""
@@ -288,18 +263,20 @@ class EventHub:
             await backoff.sleep()
 
     async def aclose(self) -> None:
-        tasks = [task for task in (self._task, self._watching) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._task = self._watching = None
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
+        for feed in self._feeds.values():
+            await feed.aclose()
+        self._feeds.clear()
 
     async def _keep_watch(self) -> None:
         """Say of every request that is followed, and wants to know, that somebody watches it."""
         while True:
             await asyncio.sleep(WATCH_TICK_S)
             now = time.monotonic()
-            followed = [subscription for followers in self._channels.values() for subscription in followers[:1]]
+            followed = [subscription for feed in self._feeds.values() for subscription in feed.first_followers()]
             due = [item for item in followed if item.watch_ms != 0 and item.renew_at <= now]
             if not due:
                 continue
@@ -318,45 +295,9 @@ class EventHub:
                 if item.watch_ms is None and isinstance(reply, list):
                     item.learn(*reply)
 
-    async def _run(self) -> None:
-        backoff = Backoff()
-        while True:
-            pubsub: Any = self._pubsub_client.pubsub()
-            try:
-                async with self._lock:
-                    if self._channels:
-                        await pubsub.subscribe(*self._channels)
-                    else:
-                        await pubsub.connect()
-                    self._pubsub = pubsub
-                while True:
-                    message = await pubsub.get_message(timeout=self.watchdog_s)
-                    backoff.reset()
-                    if message is not None:
-                        self._route(message)
-            except (RedisError, OSError) as error:
-                if not is_unavailable(error):
-                    _log.error("subscription refused by redis", reason=str(error))
-                else:
-                    _log.info("subscription connection lost and made anew", reason=str(error))
-            finally:
-                # Closed under somebody who subscribes just now, it would fail in ways that say nothing.
-                async with self._lock:
-                    self._pubsub = None
-                    self._ready.clear()
-                    with contextlib.suppress(RedisError, OSError):
-                        await pubsub.aclose()
-            await backoff.sleep()
-
-    def _route(self, message: Mapping[str, Any]) -> None:
-        channel = message["channel"]
-        followers = self._channels.get(channel, ())
-        if message["type"] == "message":
-            payload = read_live_payload(message["data"])
-            if payload is not None:
-                for subscription in followers:
-                    subscription.deliver(*payload)
-        elif message["type"] == "subscribe":
-            self._ready.add(channel)
-            for subscription in followers:
-                subscription.confirm()
+    def _feed(self, request_id: str) -> Feed:
+        shard = self.keys.shard_of(request_id) if self._commands.publishes_sharded else self.keys.shards[0]
+        # Any key of the shard names its slot.
+        if (feed := self._feeds.get(shard.tag)) is None:
+            feed = self._feeds[shard.tag] = Feed(self._open_listener, shard.statistics)
+        return feed

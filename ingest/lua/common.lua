@@ -1,5 +1,8 @@
 -- Put before every script: what several of them need.
 
+-- Live events: SPUBLISH on a Cluster, where a message then stays at its shard's node.
+local PUBLISH = 'PUBLISH'
+
 -- The server's clock in ms since the epoch: the only clock that deadlines and heartbeats know.
 local function server_ms()
   local time = redis.call('TIME')
@@ -80,7 +83,7 @@ local function publish(events, channel, seq, offset, first)
   for i = first + seq - offset, #ARGV do
     seq = seq + 1
     redis.call('XADD', events, seq .. '-0', 'e', ARGV[i])
-    redis.call('PUBLISH', channel, seq .. ' ' .. ARGV[i])
+    redis.call(PUBLISH, channel, seq .. ' ' .. ARGV[i])
   end
   return seq
 end

@@ -46,7 +46,7 @@ local function answer(base, id, state, problem, now, result_ttl, replay_ttl, att
   local record, events = base .. 'req:' .. id, base .. 'ev:' .. id
   redis.call('UNLINK', events) -- of an earlier request, whose record is gone
   redis.call('XADD', events, '1-0', 'e', done)
-  redis.call('PUBLISH', base .. 'ch:' .. id, '1 ' .. done)
+  redis.call(PUBLISH, base .. 'ch:' .. id, '1 ' .. done)
   redis.call('HSET', record, 'state', state, 'seq', 1, 'finished', now, 'result', '[]', 'usage', usage,
     'metrics', metrics, 'error', problem)
   redis.call('PEXPIRE', record, result_ttl)

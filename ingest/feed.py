@@ -1,0 +1,118 @@
+"""What one connection listens to, and who follows each channel; whenever it is lost it is made anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import structlog
+from redis.exceptions import ConnectionError, RedisError
+
+from pagemill.ingest.events import read_live_payload
+from pagemill.ingest.listener import Listener, OpenListener
+from pagemill.ingest.redis import Backoff, is_unavailable
+
+if TYPE_CHECKING:
+    from pagemill.ingest.subscription import Subscription
+
+_log = structlog.get_logger(__name__)
+
+
+class Feed:
+    """The channels that one connection listens to, made anew whenever it is lost. `key` lies where they do."""
+
+    def __init__(self, open_listener: OpenListener, key: str) -> None:
+        self._open_listener = open_listener
+        self._key = key
+        self._listener: Listener | None = None
+        self._lock = asyncio.Lock()
+        self._channels: dict[bytes, list[Subscription]] = {}
+        self._ready: set[bytes] = set()
+        self._was_up = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def add(self, subscription: Subscription) -> None:
+        """Hear a subscription's channel for it, from its `confirm` on."""
+        channel = subscription.channel
+        self._channels.setdefault(channel, []).append(subscription)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        async with self._lock:
+            if channel in self._ready:
+                subscription.confirm()
+            elif self._listener is not None:
+                # Where this fails the connection is lost, and the next one subscribes to every channel.
+                with contextlib.suppress(RedisError, OSError):
+                    await self._listener.subscribe(channel)
+
+    def first_followers(self) -> list[Subscription]:
+        """One subscription of each request that is followed."""
+        return [followers[0] for followers in self._channels.values() if followers]
+
+    async def remove(self, subscription: Subscription) -> None:
+        followers = self._channels.get(subscription.channel, [])
+        if subscription in followers:
+            followers.remove(subscription)
+        if not followers and self._channels.pop(subscription.channel, None) is not None:
+            self._ready.discard(subscription.channel)
+            async with self._lock:
+                # Somebody may have come meanwhile and counts on the channel.
+                if self._listener is not None and subscription.channel not in self._channels:
+                    with contextlib.suppress(RedisError, OSError):
+                        await self._listener.unsubscribe(subscription.channel)
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                await self._listen(backoff)
+            except (RedisError, OSError) as error:
+                if not is_unavailable(error):
+                    _log.error("subscription refused by redis", reason=str(error))
+                elif self._was_up:
+                    reason = str(error) or type(error).__name__
+                    _log.info("subscription connection lost, it is made anew", reason=reason)
+                self._was_up = False
+            await backoff.sleep()
+
+    async def _listen(self, backoff: Backoff) -> None:
+        """Connect, subscribe to every channel, and hand out what comes until the connection is lost."""
+        listener = await self._open_listener(self._key)
+        asking = asyncio.create_task(listener.keep_asking())
+        try:
+            async with self._lock:
+                await listener.subscribe(*self._channels)
+                self._listener, self._was_up = listener, True
+            while True:
+                kind, channel, data = await listener.next()
+                backoff.reset()
+                self._route(kind, channel, data)
+        finally:
+            # First, and without a wait: whoever subscribes from now on waits for the next connection.
+            self._listener = None
+            self._ready.clear()
+            asking.cancel()
+            await listener.aclose()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    def _route(self, kind: str, channel: bytes, data: bytes) -> None:
+        followers = self._channels.get(channel, ())
+        if kind == "message":
+            payload = read_live_payload(data)
+            if payload is not None:
+                for subscription in followers:
+                    subscription.deliver(*payload)
+        elif kind == "subscribe":
+            if followers:
+                self._ready.add(channel)
+            for subscription in followers:
+                subscription.confirm()
+        elif channel in self._ready:
+            raise ConnectionError("the server has ended a subscription: its slot has moved")
