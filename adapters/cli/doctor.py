@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.metadata
 import importlib.util
 import platform
@@ -74,19 +75,14 @@ def _server(settings: Settings) -> Iterator[Finding]:
         yield Finding("ok", "server", f"no redis_url is set: `pagemill serve` starts its own, {find_server()}")
         return
     import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
 
     url = settings.queue().redis_url
     shown = without_password(url)
-    client = redis.Redis.from_url(url, socket_connect_timeout=5, socket_timeout=5, retry=Retry(NoBackoff(), 0))
     try:
-        info: dict[str, Any] = client.info()
+        info = asyncio.run(_info(url))
     except (redis.RedisError, OSError) as error:
         yield Finding("fail", "server", f"{shown} cannot be reached: {error}")
         return
-    finally:
-        client.close()
     name = "Valkey" if "valkey_version" in info else "Redis"
     version = str(info.get("valkey_version", info["redis_version"]))
     speaks = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
@@ -113,6 +109,14 @@ def _server(settings: Settings) -> Iterator[Finding]:
         yield Finding("note", "server", f"{info['used_memory']} of {limit} bytes (maxmemory) are in use")
     if info.get("role") != "master":
         yield Finding("fail", "server", f"it is a {info.get('role')}: writes need the primary")
+
+
+async def _info(url: str) -> dict[str, Any]:
+    from pagemill.ingest.redis import connect_commands
+
+    async with connect_commands(url, "pagemill-doctor") as client:
+        info: dict[str, Any] = await client.info()
+        return info
 
 
 def ports(settings: Settings) -> Iterator[Finding]:
