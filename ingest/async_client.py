@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import orjson
 from redis.exceptions import RedisError
@@ -17,10 +17,14 @@ from pagemill.engine.errors import PagemillError, RequestError, invalid
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys, is_request_id
+from pagemill.ingest.overview import Overview, read_overview
+from pagemill.ingest.records import Record, read_record
 from pagemill.ingest.redis import connect_commands, is_unavailable, shown_url
 from pagemill.ingest.results import Delta, RequestFailed, Result, refused_result, result_of
 from pagemill.ingest.schema import check_and_encode
 from pagemill.ingest.subscription import Event, EventHub, Subscription
+
+Reply = TypeVar("Reply")
 
 
 class QueueUnavailableError(PagemillError):
@@ -202,6 +206,14 @@ class AsyncClient:
         reply: list[bytes] = await self._call(call)
         return reply[-1].decode()
 
+    async def record(self, request_id: str) -> Record | None:
+        """The record of a request; None where there is none. Raises `QueueUnavailableError`."""
+        return await self._asked(read_record(self._redis, self.keys.shard_of(request_id), request_id))
+
+    async def overview(self) -> Overview:
+        """What the queue says of itself. Raises `QueueUnavailableError`."""
+        return await self._asked(read_overview(self._redis, self.keys))
+
     async def follow(self, request_id: str, *, after: int, expected: bool) -> Subscription:
         """A subscription to a request's events; close it when done."""
         return await self._hub.open(request_id, after=after, expected=expected, patience_s=self._patience_s)
@@ -219,8 +231,11 @@ class AsyncClient:
         await self.aclose()
 
     async def _call(self, call: scripts.Call) -> Any:
+        return await self._asked(scripts.run_one(self._redis, call))
+
+    async def _asked(self, reply: Awaitable[Reply]) -> Reply:
         try:
-            return await scripts.run_one(self._redis, call)
+            return await reply
         except (RedisError, OSError) as error:
             if not is_unavailable(error):
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine_session import engine, engine_loop, play
 from tests.redis_fixtures import (
     any_redis_url,
     floor_redis,
@@ -15,7 +16,19 @@ from tests.redis_fixtures import (
     valkey,
 )
 
-__all__ = ["any_redis_url", "floor_redis", "queue_config", "queue_keys", "redis_url", "refusing_url", "run", "valkey"]
+__all__ = [
+    "any_redis_url",
+    "engine",
+    "engine_loop",
+    "floor_redis",
+    "play",
+    "queue_config",
+    "queue_keys",
+    "redis_url",
+    "refusing_url",
+    "run",
+    "valkey",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

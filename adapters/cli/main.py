@@ -19,6 +19,7 @@ _MODULES = {
     "demo": "demo",
     "serve": "serve",
     "engine": "serve",
+    "gateway": "gateway_command",
     "submit": "client_commands",
     "watch": "client_commands",
     "cancel": "client_commands",
@@ -61,7 +62,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
     settings = load_settings(given_settings(args), os.environ, getattr(args, "settings", None))
     # Commands that show their own output on the terminal speak up in the log only when something is wrong.
-    quiet = args.command not in ("serve", "engine")
+    quiet = args.command not in ("serve", "engine", "gateway")
     set_up_logging(settings.process(**({"log_level": "warning"} if quiet else {})))
     module = importlib.import_module(f"pagemill.adapters.cli.{_MODULES[args.command]}")
     try:
@@ -82,7 +83,8 @@ def _explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, ConfigError):
         return USAGE, str(error)
     if isinstance(error, ModuleNotFoundError):
-        return USAGE, f"{error.name} is not installed; the engine needs: pip install 'pagemill[engine]'"
+        part = "gateway" if error.name in ("aiohttp", "prometheus_client") else "engine"
+        return USAGE, f"{error.name} is not installed; the {part} needs: pip install 'pagemill[{part}]'"
     if isinstance(error, TimeoutError):
         return UNREACHABLE, f"no answer in time{f': {error}' if str(error) else ''}"
     if isinstance(error, UnreachableError):

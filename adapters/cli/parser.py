@@ -26,6 +26,7 @@ exit status:
 _GROUP_TITLES: dict[Group, str] = {
     "engine": "engine settings",
     "queue": "queue settings",
+    "gateway": "gateway settings",
     "process": "process settings",
 }
 SETTING_PREFIX = "setting:"
@@ -190,11 +191,13 @@ def _serve(commands: Any) -> None:
     parser = _new(
         commands,
         "serve",
-        "an engine on an embedded Valkey, or on the server given by --redis-url, until Ctrl-C or SIGTERM",
+        "an engine and a gateway on an embedded Valkey, or on the server given by --redis-url, until Ctrl-C or SIGTERM",
     )
-    _add_settings(parser, "engine", "queue", "process")
+    _add_settings(parser, "engine", "queue", "gateway", "process")
     parser = _new(commands, "engine", "an engine alone, on the server given by --redis-url; run as many as you like")
     _add_settings(parser, "engine", "queue", "process")
+    parser = _new(commands, "gateway", "HTTP over the queue at --redis-url: OpenAI's routes and native ones")
+    _add_settings(parser, "queue", "gateway", "process")
 
 
 def _submit(commands: Any) -> None:
@@ -319,7 +322,7 @@ def _tools(commands: Any) -> None:
     parser = _new(commands, "doctor", "check the server's settings, model, device, kernels, memory and ports")
     _add_settings(parser, "engine", "queue", "process")
     parser = _new(commands, "config", "print every setting, its value and where that came from")
-    _add_settings(parser, "engine", "queue", "process")
+    _add_settings(parser, "engine", "queue", "gateway", "process")
     parser = _new(commands, "models", "models on this machine")
     kinds = parser.add_subparsers(dest="models", metavar="ACTION", title="actions", required=True)
     prepare = _new(kinds, "prepare", "convert and cache a model, so that engines start at once")

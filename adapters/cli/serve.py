@@ -1,4 +1,4 @@
-"""`pagemill serve` and `pagemill engine`: an engine on a queue, until it is told to stop.
+"""`pagemill serve` and `pagemill engine`: an engine on a queue, with `serve` a gateway too, until told to stop.
 
 The first SIGTERM or Ctrl-C stops taking requests and lets running ones finish within drain_timeout_s; a second one
 stops at once. Either way what is unfinished stays in the stream for the next engine.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import ProcessConfig, Settings, without_password
+from pagemill.adapters.http.config import GatewayConfig
 from pagemill.engine.config import EngineConfig
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pagemill.ingest.worker import Worker
 
 SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides it
+LAST_WORDS_S = 1.0  # for what a stopped engine has told to reach the gateway's clients
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -35,10 +37,13 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     import pagemill.ingest.worker  # noqa: F401  where the engine is not installed, say so before a server is started
 
     engine, queue, process = settings.engine(), settings.queue(), settings.process()
-    if args.command == "engine" or settings.is_given("redis_url"):
+    if args.command == "engine":
         return asyncio.run(_serve(engine, queue))
+    gateway = settings.gateway()
+    if settings.is_given("redis_url"):
+        return asyncio.run(_serve_both(engine, gateway, queue))
     with _embedded(process) as server:
-        return asyncio.run(_serve(engine, queue.replace(redis_url=server.url)))
+        return asyncio.run(_serve_both(engine, gateway, queue.replace(redis_url=server.url)))
 
 
 @contextlib.contextmanager
@@ -53,7 +58,20 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "pagemill"
 
 
-async def _serve(engine_config: EngineConfig, queue: QueueConfig) -> int:
+async def _serve_both(engine: EngineConfig, gateway: GatewayConfig, queue: QueueConfig) -> int:
+    """The gateway listens while the model is loaded, and says that it is not ready; it stops after the engine, whose
+    last answers it passes on."""
+    from pagemill.adapters.http.server import GatewayProcess
+
+    process = GatewayProcess(gateway, queue)
+    url = await process.start()
+    try:
+        return await _serve(engine, queue, url)
+    finally:
+        await process.stop(LAST_WORDS_S)
+
+
+async def _serve(engine_config: EngineConfig, queue: QueueConfig, http_url: str | None = None) -> int:
     from pagemill.engine.async_engine import AsyncEngine
     from pagemill.ingest.worker import Worker
 
@@ -64,7 +82,7 @@ async def _serve(engine_config: EngineConfig, queue: QueueConfig) -> int:
     gc.freeze()
     worker = Worker(engine, queue)
     serving = asyncio.create_task(worker.run())
-    announcing = asyncio.create_task(_announce(worker, engine.info.model_name, queue))
+    announcing = asyncio.create_task(_announce(worker, engine.info.model_name, queue, http_url))
     with _stop_at_signal(worker, serving):
         try:
             await serving
@@ -77,10 +95,12 @@ async def _serve(engine_config: EngineConfig, queue: QueueConfig) -> int:
     return 0
 
 
-async def _announce(worker: Worker, model: str, queue: QueueConfig) -> None:
+async def _announce(worker: Worker, model: str, queue: QueueConfig, http_url: str | None) -> None:
     await worker.ready.wait()
     url = without_password(queue.redis_url)
     print(f"serving {model} from queue {queue.queue!r} at {url}", flush=True)
+    if http_url is not None:
+        print(f"OpenAI's API at {http_url}/v1", flush=True)
     if sys.stdout.isatty():
         print(f"try, in another terminal:  pagemill submit --redis-url {url} 'Once upon a time'")
         print("Ctrl-C stops: running requests finish first, a second Ctrl-C leaves them to the next engine")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from pagemill.adapters.http.config import GatewayConfig
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.values import shown as brief
@@ -25,7 +26,7 @@ ENV_PREFIX = "PAGEMILL_"
 DEFAULT_FILE = "pagemill.toml"
 FILE_VARIABLE = "PAGEMILL_SETTINGS"  # not a setting: says where the others are
 
-Group = Literal["engine", "queue", "process"]
+Group = Literal["engine", "queue", "gateway", "process"]
 
 _TRUE = frozenset(("true", "yes", "on", "1"))
 _FALSE = frozenset(("false", "no", "off", "0"))
@@ -57,12 +58,17 @@ class ProcessConfig:
             raise ConfigError(f"port must be in [0, 65535], got {self.port!r}")
 
 
-_CLASSES: dict[Group, type[Any]] = {"engine": EngineConfig, "queue": QueueConfig, "process": ProcessConfig}
+_CLASSES: dict[Group, type[Any]] = {
+    "engine": EngineConfig,
+    "queue": QueueConfig,
+    "gateway": GatewayConfig,
+    "process": ProcessConfig,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the table."""
+    """One row of the table. `secret`: its value is not to be shown."""
 
     name: str
     group: Group
@@ -70,6 +76,7 @@ class Setting:
     optional: bool
     default: Any
     help: str
+    secret: bool = False
 
     @property
     def flag(self) -> str:
@@ -117,7 +124,8 @@ def settings_table() -> dict[str, Setting]:
         hints = get_type_hints(config)
         for item in dataclasses.fields(config):
             kind, optional = _kind(hints[item.name])
-            table[item.name] = Setting(item.name, group, kind, optional, item.default, item.metadata.get("help", ""))
+            text, secret = item.metadata.get("help", ""), item.metadata.get("secret", False)
+            table[item.name] = Setting(item.name, group, kind, optional, item.default, text, secret)
     return table
 
 
@@ -149,6 +157,10 @@ class Settings:
 
     def queue(self, **defaults: Any) -> QueueConfig:
         config: QueueConfig = self._make("queue", defaults)
+        return config
+
+    def gateway(self, **defaults: Any) -> GatewayConfig:
+        config: GatewayConfig = self._make("gateway", defaults)
         return config
 
     def process(self, **defaults: Any) -> ProcessConfig:

@@ -11,7 +11,10 @@ import pytest
 
 from tests.adapters.processes import environment, pagemill
 
-COMMANDS = ("demo", "serve", "engine", "submit", "watch", "cancel", "dlq", "bench", "doctor", "config", "models")
+COMMANDS = (
+    *("demo", "serve", "engine", "gateway", "submit", "watch", "cancel"),
+    *("dlq", "bench", "doctor", "config", "models"),
+)
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +75,7 @@ def test_no_command_shows_the_help_and_version_the_version() -> None:
         (("submit", "x", "--redis-url", "redis://[::1/0"), 2, "redis_url"),
         (("engine", "--redis-url", "redis://:pa/ss@127.0.0.1/0"), 2, "%2F"),
         (("engine", "--redis-url", "redis://127.0.0.1:6379/name"), 2, "database number"),
-        (("serve", "--data-dir", "/dev/null/x", "--port", "0"), 2, "data_dir /dev/null/x"),
+        (("serve", "--data-dir", "/dev/null/x", "--port", "0", "--http-port", "0"), 2, "data_dir /dev/null/x"),
         (("config", "--block-size", "9" * 5000), 2, "is not an integer"),
         (("demo", "--chats", "0"), 2, "--chats"),
     ],

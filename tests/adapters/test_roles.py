@@ -72,7 +72,7 @@ def stop(served: Served, number: int = signal.SIGTERM) -> int:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("queue")
-    served = start("serve", "--port", "0", "--data-dir", str(folder), *SMALL)
+    served = start("serve", "--port", "0", "--http-port", "0", "--data-dir", str(folder), *SMALL)
     yield served
     assert stop(served) == 0, "".join(served.errors)
     assert not any("Traceback" in line for line in served.errors)
@@ -150,7 +150,7 @@ def test_doctor_looks_at_the_server(served: Served) -> None:
 
 def test_a_taken_port_is_named(served: Served, tmp_path: Path) -> None:
     port = served.url.rsplit(":", 1)[1].split("/")[0]
-    ran = pagemill("serve", "--port", port, "--data-dir", str(tmp_path), *SMALL)
+    ran = pagemill("serve", "--port", port, "--http-port", "0", "--data-dir", str(tmp_path), *SMALL)
     assert ran.returncode == 2
     assert f"port {port}" in ran.stderr and "taken" in ran.stderr
     (finding,) = ports(load_settings({"port": port}, {}))

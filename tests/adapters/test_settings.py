@@ -14,6 +14,7 @@ import structlog
 
 from pagemill.adapters.cli.main import run
 from pagemill.adapters.cli.settings import load_settings, settings_table, shown, without_password
+from pagemill.adapters.http.config import GatewayConfig
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.config import QueueConfig
@@ -37,7 +38,9 @@ def logging_as_it_was() -> Iterator[None]:
 
 
 def test_every_field_of_the_configuration_is_a_setting() -> None:
-    names = {field.name for config in (EngineConfig, QueueConfig) for field in dataclasses.fields(config)}
+    names = {
+        field.name for config in (EngineConfig, QueueConfig, GatewayConfig) for field in dataclasses.fields(config)
+    }
     table = settings_table()
     assert names <= set(table)
     assert all(setting.help for setting in table.values())

@@ -30,19 +30,6 @@ TAG = "pm:{default.0}"
 
 
 @pytest.fixture(scope="session")
-def engine_loop() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="session")
-def engine(engine_loop: asyncio.Runner) -> Iterator[AsyncEngine]:
-    made = engine_loop.run(AsyncEngine.create(ENGINE))
-    yield made
-    engine_loop.run(made.stop())
-
-
-@pytest.fixture(scope="session")
 def story(engine: AsyncEngine, engine_loop: asyncio.Runner) -> list[int]:
     """The tokens of STORY, straight from the engine."""
 
@@ -62,12 +49,6 @@ def story(engine: AsyncEngine, engine_loop: asyncio.Runner) -> list[int]:
         return token_ids
 
     return engine_loop.run(generate())
-
-
-@pytest.fixture
-def play(engine_loop: asyncio.Runner) -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """Runs a scenario on the engine's event loop."""
-    return engine_loop.run
 
 
 @asynccontextmanager

@@ -1,0 +1,38 @@
+"""The gateway's application: every route in one place."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from pagemill.adapters.http import middleware, native, openai_routes, operations
+from pagemill.adapters.http.gateway import GATEWAY, Gateway
+
+
+def make_app(gateway: Gateway) -> web.Application:
+    """The application of one gateway. Paths may end with a slash: base URLs are often joined carelessly."""
+    app = web.Application(middlewares=[middleware.observe], client_max_size=gateway.config.http_max_body_bytes)
+    app[GATEWAY] = gateway
+    app.on_response_prepare.append(middleware.add_headers)
+    gets = {
+        "/v1/models": openai_routes.list_models,
+        # A model's name may hold slashes, as those of Hugging Face do.
+        "/v1/models/{model:.+?}": openai_routes.get_model,
+        "/v1/requests/{id}": native.show,
+        "/v1/requests/{id}/events": native.events,
+        "/healthz": operations.healthz,
+        "/readyz": operations.readyz,
+        "/metrics": operations.metrics,
+    }
+    posts = {
+        "/v1/completions": openai_routes.completions,
+        "/v1/chat/completions": openai_routes.chat_completions,
+        "/v1/requests": native.submit,
+        "/v1/requests/{id}/cancel": native.cancel,
+    }
+    for path, get in gets.items():
+        app.router.add_get(path, get)
+        app.router.add_get(f"{path}/", get)
+    for path, post in posts.items():
+        app.router.add_post(path, post)
+        app.router.add_post(f"{path}/", post)
+    return app

@@ -1,0 +1,95 @@
+"""What a queue says of itself: its engines and how fresh their heartbeats are, what waits, and what was counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from pagemill.ingest.keys import PRIORITIES, QueueKeys
+from pagemill.ingest.redis import Client
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine told with its last heartbeat, `age_s` seconds ago. It beats only while its steps get on."""
+
+    name: str
+    age_s: float
+    description: Mapping[str, Any]
+
+    @property
+    def model(self) -> str | None:
+        model = self.description.get("model")
+        return model if isinstance(model, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """`outstanding`: unfinished requests by priority, of all shards. `counters`: the queue's own, added up."""
+
+    engines: tuple[EngineReport, ...]
+    outstanding: tuple[int, ...]
+    delayed: int
+    dead_letters: int
+    counters: Mapping[str, int]
+
+    def living(self, timeout_s: float) -> list[EngineReport]:
+        """Engines that have been heard of within `timeout_s`."""
+        return [engine for engine in self.engines if engine.age_s <= timeout_s]
+
+
+async def read_overview(client: Client, keys: QueueKeys) -> Overview:
+    """Ask the server, in one round trip. Raises redis-py's errors."""
+    pipeline = client.pipeline(transaction=False)
+    pipeline.execute_command("TIME")
+    for shard in keys.shards:
+        for stream in shard.streams:
+            pipeline.execute_command("XLEN", stream)
+        pipeline.execute_command("ZCARD", shard.delayed)
+        pipeline.execute_command("XLEN", shard.dead_letters)
+        pipeline.execute_command("HGETALL", shard.statistics)
+        pipeline.execute_command("HGETALL", shard.engines)
+        pipeline.execute_command("ZRANGE", shard.heartbeats, 0, -1, "WITHSCORES")
+    replies = await client.run_pipeline(pipeline)
+    for reply in replies:
+        if isinstance(reply, BaseException):
+            raise reply
+    now_s = float(replies[0][0]) + float(replies[0][1]) / 1e6
+    outstanding, delayed, letters = [0] * PRIORITIES, 0, 0
+    counters: dict[str, int] = {}
+    # An engine serves every shard with one lease: the shards tell the same of it.
+    engines: dict[str, EngineReport] = {}
+    width = PRIORITIES + 5
+    for first in range(1, len(replies), width):
+        part = replies[first : first + width]
+        outstanding = [sum(pair) for pair in zip(outstanding, part[:PRIORITIES], strict=True)]
+        delayed += part[PRIORITIES]
+        letters += part[PRIORITIES + 1]
+        for name, value in _pairs(part[PRIORITIES + 2]):
+            counters[name.decode()] = counters.get(name.decode(), 0) + int(value)
+        descriptions = dict(_pairs(part[PRIORITIES + 3]))
+        for owner, score in _pairs(part[PRIORITIES + 4]):
+            report = EngineReport(owner.decode(), now_s - float(score) / 1000, _read(descriptions.get(owner)))
+            engines[report.name] = report
+    return Overview(tuple(engines.values()), tuple(outstanding), delayed, letters, counters)
+
+
+def _pairs(reply: Any) -> list[tuple[bytes, Any]]:
+    """A reply of names and values, which redis-py gives as a mapping, as pairs or flat."""
+    if isinstance(reply, dict):
+        return list(reply.items())
+    if reply and isinstance(reply[0], tuple | list):
+        return [(name, value) for name, value in reply]
+    return list(zip(reply[::2], reply[1::2], strict=True))
+
+
+def _read(text: bytes | None) -> Mapping[str, Any]:
+    """An engine of another version may tell what this one cannot read."""
+    try:
+        description = orjson.loads(text or b"{}")
+    except orjson.JSONDecodeError:
+        return {}
+    return description if isinstance(description, dict) else {}
