@@ -1,7 +1,8 @@
 """The requests in the queue that one HTTP request makes: put there together, followed together, and not left behind.
 
 Whoever closes the connection does not want the answer any more, so what is unfinished when the HTTP request ends is
-cancelled. Not so with an idempotency key: its client will ask again and wants to find the answer.
+cancelled; where the gateway itself dies, the queue's watch lease does it (`on_disconnect`). Not so with an idempotency
+key: its client will ask again and wants to find the answer.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Generation:
     ) -> None:
         self._gateway = gateway
         self._client = client
-        self._bodies = bodies
+        unwatched = "cancel" if key is None else "continue"
+        self._bodies = [{**body, "on_disconnect": unwatched} for body in bodies]
         self._key = key
         self._traceparent = traceparent
         self._submitted: list[str] = []
