@@ -20,9 +20,10 @@ from pagemill.ingest.keys import QueueKeys, is_request_id
 from pagemill.ingest.overview import Overview, read_overview
 from pagemill.ingest.records import Record, read_record
 from pagemill.ingest.redis import connect_commands, is_unavailable, shown_url
+from pagemill.ingest.replay import Event
 from pagemill.ingest.results import Delta, RequestFailed, Result, refused_result, result_of
 from pagemill.ingest.schema import check_and_encode
-from pagemill.ingest.subscription import Event, EventHub, Subscription
+from pagemill.ingest.subscription import EventHub, Subscription
 
 Reply = TypeVar("Reply")
 
@@ -72,6 +73,10 @@ class AsyncHandle:
 
     async def __aiter__(self) -> AsyncGenerator[Delta, None]:
         async for item in self.events():
+            if item["type"] == "rewind":
+                raise RequestError(
+                    "request_lost", "what was told is not true any more: `result` has how it really ended"
+                )
             if item["type"] == "delta" and (item["text"] or item["token_ids"]):
                 yield Delta(
                     text=item["text"],

@@ -25,8 +25,8 @@ from typing import Any, Self, TypeVar
 
 from pagemill.ingest.async_client import AsyncClient, AsyncHandle, QueueUnavailableError, make_config
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.replay import Event
 from pagemill.ingest.results import Choice, Delta, RequestFailed, Result
-from pagemill.ingest.subscription import Event
 
 __all__ = [
     "AsyncClient",

@@ -44,7 +44,8 @@ def read_live_payload(payload: bytes) -> tuple[int, bytes] | None:
 
 @dataclass(slots=True)
 class ChoiceTranscript:
-    """What one choice has generated so far. `logprobs`: one entry for each token, where they were asked for."""
+    """What one choice has generated so far. `logprobs`: one entry for each token, where they were asked for. `cuts`:
+    tokens and characters after each delta."""
 
     token_ids: list[int] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)
@@ -54,6 +55,7 @@ class ChoiceTranscript:
     stop_reason: int | str | None = None
     logprobs: list[dict[str, Any]] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    cuts: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -70,6 +72,26 @@ class ChoiceTranscript:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs.extend(logprobs)
+        self.cuts.append((len(self.token_ids), self.text_length))
+
+    def rewind(self, to_offset: int, to_text_offset: int | None = None) -> None:
+        """Take back all tokens but the first `to_offset`, and the characters that came with them. Where it is not said
+        how many characters stay, those of the deltas up to there do."""
+        if to_text_offset is None:
+            to_text_offset = max((chars for tokens, chars in self.cuts if tokens <= to_offset), default=0)
+        del self.token_ids[to_offset:]
+        self.text_parts = [self.text[:to_text_offset]]
+        self.text_length = len(self.text_parts[0])
+        self.chain = extend_chain(NO_CHAIN, self.token_ids)
+        self.cuts = [cut for cut in self.cuts if cut[0] <= to_offset and cut[1] <= to_text_offset]
+        if self.logprobs is not None:
+            del self.logprobs[to_offset:]
+
+    def continues(self, item: Mapping[str, Any]) -> bool:
+        """Whether a delta goes on where this choice is, and its `chain` says that both have the same tokens."""
+        if item["offset"] != len(self.token_ids):
+            return False
+        return item.get("chain") in (None, extend_chain(self.chain, item["token_ids"]))
 
 
 @dataclass(slots=True)
@@ -91,6 +113,8 @@ class Transcript:
             choice = self.choice(item["index"])
             choice.extend(item["token_ids"], item["text"], item.get("logprobs"))
             choice.prompt_logprobs = item.get("prompt_logprobs", choice.prompt_logprobs)
+        elif kind == "rewind":
+            self.choice(item["index"]).rewind(item["to_offset"], item.get("to_text_offset"))
         elif kind == "choice":
             choice = self.choice(item["index"])
             choice.finish_reason = item["finish_reason"]

@@ -108,9 +108,18 @@ class Intake:
         """Read what earlier engines have published of a request. Raises `request_lost` where a part is missing."""
         key = live.entry.shard.events(live.request_id)
         items: Any = await self._insist(lambda: self._client.xrange(key))
-        live.transcript = Transcript.of(orjson.loads(fields[b"e"]) for _, fields in items)
-        if live.transcript.seq != live.begun.seq:
+        recalled = [fields[b"e"] for _, fields in items]
+        transcript = Transcript()
+        for data in recalled:
+            item = orjson.loads(data)
+            if item["seq"] != transcript.seq + 1:
+                break
+            if item["type"] == "delta" and not transcript.choice(item["index"]).continues(item):
+                raise RequestError("request_lost", f"event {item['seq']} does not go on where the ones before it end")
+            transcript.add(item)
+        if transcript.seq != live.begun.seq:
             raise RequestError("request_lost", "some of the request's events were lost, it cannot go on")
+        live.transcript, live.recalled = transcript, recalled
 
     async def bury(self, entry: Entry, problem: UnreadableEntry) -> None:
         """Move an entry to the dead letters."""

@@ -48,7 +48,8 @@ class LiveRequest:
 
     `callback`: who hears of its end by webhook. `stopping`: how it will end once the engine has let it go. `detached`:
     what the engine still says does not count any more. `published`: events that the server has; `has_told_tokens`: it
-    knows that there are tokens. `expires_at`, `flushed_at`: seconds of the monotonic clock.
+    knows that there are tokens. `recalled`: events of earlier engines as they were stored, for a server that loses some
+    of those too. `expires_at`, `flushed_at`: seconds of the monotonic clock.
     """
 
     entry: Entry
@@ -65,6 +66,7 @@ class LiveRequest:
     prompt_tokens: int = 0
     expires_at: float = float("inf")
     transcript: Transcript = field(default_factory=Transcript)
+    recalled: list[bytes] = field(default_factory=list)
 
     published: int = field(init=False)
     unwatched_since: float | None = field(default=None, init=False)
@@ -192,15 +194,17 @@ class LiveRequest:
         self._add_final(self.ending)
 
     def rewind_published(self, seq: int) -> bool:
-        """Believe the server that only `seq` events are there. False where they began before this engine's time."""
-        if seq < self.begun.seq:
+        """Believe the server that only `seq` events are there. False where those before are not known here."""
+        if seq < self.begun.seq - len(self.recalled):
             return False
         self.published = seq
         return True
 
     def call(self, config: QueueConfig) -> scripts.Call | None:
         """The script call that brings the server up to date; None where it is."""
-        events = self._events[self.published - self.begun.seq :]
+        events = self._events[max(0, self.published - self.begun.seq) :]
+        if self.published < self.begun.seq:
+            events = [*self.recalled[self.published - self.begun.seq :], *events]
         if self.ending is None:
             if not events and (self.has_told_tokens or not self.has_tokens):
                 return None

@@ -11,24 +11,31 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
+import structlog
 from redis.exceptions import RedisError
 
 from pagemill.engine.errors import RequestError
-from pagemill.ingest.events import TERMINAL_STATES, Transcript
+from pagemill.ingest.events import TERMINAL_STATES, Transcript, extend_chain
 from pagemill.ingest.feed import Feed
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.listener import listener_opener
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
+from pagemill.ingest.replay import Event, Replay
 
 PAGE = 1000  # events read from the stream at once
+MAX_RESTARTS = 8
 WATCH_TICK_S = 0.25
 BUFFER = 256  # live events kept for a reader that is slower; beyond, it reads the stream
 
-Event = Mapping[str, Any]
+_log = structlog.get_logger(__name__)
+
+
+class _RewrittenError(Exception):
+    """What is stored is not what was told."""
 
 
 class Subscription:
@@ -60,6 +67,9 @@ class Subscription:
         self.watch_ms: int | None = None
         self.renew_at = 0.0
         self.transcript = Transcript()
+        self._attempt = 0
+        self._replay: Replay | None = None
+        self._restarts = 0
 
     def confirm(self) -> None:
         """The server has subscribed us, for the first time or anew: from here on nothing live is missed."""
@@ -82,7 +92,10 @@ class Subscription:
         self._wake.set()
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Every event once, in order, up to and with `done`. Raises `request_lost` where there will be no `done`."""
+        """Every event once, in order, up to and with `done`. Raises `request_lost` where there will be no `done`.
+
+        If the server loses events that were told here, what replaces them is compared with them: see `Replay`.
+        """
         watchdog_s = self._hub.watchdog_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(watchdog_s):
@@ -90,32 +103,39 @@ class Subscription:
         while True:
             self._wake.clear()
             self._behind = False
-            found = False
-            async for item in self._stored():
-                found = True
-                yield self._take(item)
-                if item["type"] == "done":
-                    return
-            if not found:
-                async for item in self._examine():
-                    yield self._take(item)
+            try:
+                async for item in self._until_behind(watchdog_s):
+                    yield item
                     if item["type"] == "done":
                         return
-            while not self._behind:
-                item_or_none = self._next_live()
-                if item_or_none is not None:
-                    yield self._take(item_or_none)
-                    if item_or_none["type"] == "done":
-                        return
-                    continue
-                if self._behind:
-                    break
-                try:
-                    async with asyncio.timeout(watchdog_s):
-                        await self._wake.wait()
-                except TimeoutError:
-                    break
-                self._wake.clear()
+            except _RewrittenError:
+                self._start_over()
+
+    async def _until_behind(self, watchdog_s: float) -> AsyncGenerator[Event, None]:
+        """What is stored, then what comes live, until the stream has to be looked at again."""
+        found = False
+        async for item in self._stored():
+            found = True
+            for news in self._take(item):
+                yield news
+        if not found:
+            async for item in self._examine():
+                for news in self._take(item):
+                    yield news
+        while not self._behind:
+            item_or_none = self._next_live()
+            if item_or_none is not None:
+                for news in self._take(item_or_none):
+                    yield news
+                continue
+            if self._behind:
+                return
+            try:
+                async with asyncio.timeout(watchdog_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+            self._wake.clear()
 
     def say_watched(self, pipeline: Any, now: float) -> None:
         """Renew the lease of those who watch; or ask what it is, where that is not known."""
@@ -135,12 +155,33 @@ class Subscription:
     async def aclose(self) -> None:
         await self._hub.close(self)
 
-    def _take(self, item: Event) -> Event:
+    def _take(self, item: Event) -> list[Event]:
+        """What the reader is to be told of the next event: itself, or what is new of it after a rewriting."""
+        is_delta = self._after == 0 and item["type"] == "delta"
+        if is_delta and not self._truth.choice(item["index"]).continues(item):
+            raise _RewrittenError
         self._last = item["seq"]
+        self._attempt = max(self._attempt, item["attempt"])
         self._expected = True
+        if self._replay is not None:
+            return self._replay.feed(item)
         if self._after == 0:
             self.transcript.add(item)
-        return item
+        return [item]
+
+    @property
+    def _truth(self) -> Transcript:
+        """What the stream says, as far as it was read."""
+        return self.transcript if self._replay is None else self._replay.truth
+
+    def _start_over(self) -> None:
+        """Read from the first event on, telling only what is new or different."""
+        self._restarts += 1
+        if self._after or self._restarts > MAX_RESTARTS:
+            raise RequestError("request_lost", "events that were told have been lost; read from the start")
+        _log.info("events were lost and written again, they are compared", request_id=self.request_id)
+        self._replay = Replay(self.transcript)
+        self._last = 0
 
     def _next_live(self) -> Event | None:
         """The next live event if it is the one that follows; a hole makes the reader fall behind."""
@@ -150,9 +191,12 @@ class Subscription:
                 self._behind = True
                 return None
             self._buffer.popleft()
+            item: Event = orjson.loads(data)
             if seq == self._last + 1:
-                item: Event = orjson.loads(data)
                 return item
+            if item["attempt"] > self._attempt > 0:
+                # An engine that is new to us writes numbers that we have had: the server has lost what we were told.
+                raise _RewrittenError
         return None
 
     async def _stored(self) -> AsyncGenerator[Event, None]:
@@ -177,6 +221,8 @@ class Subscription:
                 raise RequestError("request_lost", f"no request {self.request_id} is known")
             return
         self._expected = True
+        if seq is not None and int(seq) < self._last:
+            raise _RewrittenError
         if state.decode() not in TERMINAL_STATES:
             return
         ended = False
@@ -200,8 +246,8 @@ class Subscription:
         state, attempt = values[0].decode(), int(values[1])
         result, usage, metrics, error = (orjson.loads(value) if value else None for value in values[2:])
         for choice in result or ():
-            read = self.transcript.choice(choice["index"])
-            offset, text_offset, chain = len(read.token_ids), read.text_length, read.chain
+            read = self._truth.choice(choice["index"])
+            offset, text_offset = len(read.token_ids), read.text_length
             token_ids, text = choice["token_ids"][offset:], choice["text"][text_offset:]
             common = {"seq": self._last + 1, "attempt": attempt, "index": choice["index"]}
             if token_ids or text:
@@ -214,7 +260,7 @@ class Subscription:
                     "text": text,
                     "text_offset": text_offset,
                     "logprobs": None if choice.get("logprobs") is None else choice["logprobs"][offset:],
-                    "chain": chain,
+                    "chain": extend_chain(read.chain, token_ids),
                     **({"prompt_logprobs": choice["prompt_logprobs"]} if "prompt_logprobs" in choice else {}),
                 }
             end = {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}

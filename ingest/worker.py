@@ -134,15 +134,30 @@ class Worker:
             await self._client.aclose()
 
     async def run_until_signal(self) -> None:
-        """`run`, stopped cleanly by SIGTERM or SIGINT. For an event loop of the main thread."""
+        """`run`, stopped cleanly by SIGTERM or SIGINT, and at once by a second one: then what runs is given back
+        without waiting for it. For an event loop of the main thread."""
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, self.stop)
+        running = asyncio.create_task(self.run())
+        at_once = False
+
+        def on_signal() -> None:
+            nonlocal at_once
+            if self._stopping.is_set():
+                at_once = True
+                running.cancel()
+            self.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
         try:
-            await self.run()
+            await running
+        except asyncio.CancelledError:
+            if not at_once:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                raise
         finally:
-            for number in signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
     # -- the life of the worker ----------------------------------------------------------------------------------

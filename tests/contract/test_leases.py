@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -212,5 +214,41 @@ def test_a_generation_of_many_leases_runs_once(
         await asyncio.gather(*tasks)
         for engine in engines:
             await engine.stop()
+
+    play(scenario())
+
+
+def test_a_second_signal_stops_at_once_and_gives_back_what_runs(
+    play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
+) -> None:
+    async def scenario() -> None:
+        engine = await AsyncEngine.create(tiny)
+        steps = Steps(engine)
+        worker = Worker(engine, queue_config.replace(drain_timeout_s=60))
+        task = asyncio.create_task(worker.run_until_signal())
+        await outside.add("a", {**prompt(0), "max_tokens": 100, "max_attempts": 1})
+        await outside.first_delta("a")
+        steps.go.clear()
+        await asyncio.to_thread(steps.held.wait, 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        done, _ = await asyncio.wait({task}, timeout=0.3)
+        assert not done, "it waits for what runs"
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(10):
+            await task
+        steps.go.set()
+        record = await outside.redis.hgetall(f"{TAG}:req:a")
+        assert (record[b"state"], record[b"released"]) == (b"queued", b"1")
+        assert not await outside.engines()
+        await engine.stop()
+        heir = await AsyncEngine.create(tiny)
+        second = Worker(heir, queue_config)
+        serving = asyncio.create_task(second.run())
+        assert (await outside.done("a"))["state"] == "completed"
+        assert len(await outside.token_ids("a")) == 100
+        second.stop()
+        await serving
+        await heir.stop()
+        await outside.assert_nothing_left()
 
     play(scenario())

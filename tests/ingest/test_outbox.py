@@ -16,6 +16,7 @@ from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.entries import Entry
+from pagemill.ingest.intake import Intake
 from pagemill.ingest.keys import GROUP, QueueKeys
 from pagemill.ingest.live_request import Ending, LiveRequest
 from pagemill.ingest.outbox import Outbox
@@ -239,5 +240,63 @@ def test_a_cancellation_is_never_forgotten(queue_config: QueueConfig, run: Run) 
             done, _ = await asyncio.wait({task}, timeout=5)
             assert done, "the outbox goes on"
         await bench.client.aclose()
+
+    run(scenario())
+
+
+def test_lost_events_of_an_earlier_engine_are_sent_again_and_what_does_not_fit_is_refused(
+    queue_config: QueueConfig, run: Run
+) -> None:
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            first = await begun(bench.client, flush_ms=0)
+            bench.outbox.put(first, SequenceOutput("a", started=True))
+            for number in (5, 6, 7):
+                bench.outbox.put(first, token(number))
+                await bench.sent()
+            told = await events(bench.client)
+            await bench.client.xclaim(SHARD.streams[1], GROUP, "heir", 0, [first.entry.entry_id])
+            call = scripts.begin(first.entry, "heir", "a", ttl_ms=60_000, tenant="default", seed=1)
+            answer = scripts.BeginReply.read(await scripts.run_one(bench.client, call))
+            assert isinstance(answer, scripts.BeginReply) and answer.seq == len(told) == 4
+            heir = LiveRequest(first.entry, "a", "heir", answer, first.body, "m")
+            intake = Intake(bench.client, queue_config, "heir", "m", asyncio.Event())
+            await intake.recall(heir)
+            assert heir.choices[0].token_ids == [5, 6, 7]
+            # The server goes back to two events.
+            kept: Any = await bench.client.xrange(SHARD.events("a"), count=2)
+            await bench.client.delete(SHARD.events("a"))
+            for entry_id, fields in kept:
+                await bench.client.xadd(SHARD.events("a"), fields, id=entry_id)
+            await bench.client.hset(SHARD.record("a"), "seq", 2)
+            bench.outbox.put(heir, token(8))
+            await bench.sent()
+            assert (await events(bench.client))[:4] == told
+            assert [item.get("token_ids") for item in (await events(bench.client))[1:]] == [[5], [6], [7], [8]]
+            bench.outbox.put(heir, token(9, finish_reason="length"))
+            await bench.sent()
+
+            second = await begun(bench.client, "b", flush_ms=0)
+            bench.outbox.put(second, SequenceOutput("b", started=True))
+            for number in (5, 6):
+                bench.outbox.put(second, token(number))
+                await bench.sent()
+            key = SHARD.events("b")
+            kept = await bench.client.xrange(key)
+            for damage in (
+                lambda data: data.replace(b'"token_ids":[6]', b'"token_ids":[7]'),
+                lambda data: data.replace(b'"offset":1', b'"offset":2'),
+                lambda data: None if b'"token_ids":[5]' in data else data,
+            ):
+                await bench.client.delete(key)
+                for entry_id, fields in kept:
+                    if (data := damage(fields[b"e"])) is not None:
+                        await bench.client.xadd(key, {"e": data}, id=entry_id)
+                await bench.client.expire(key, 60)
+                call = scripts.begin(second.entry, "e", "b", ttl_ms=60_000, tenant="default", seed=1)
+                answer = scripts.BeginReply.read(await scripts.run_one(bench.client, call))
+                assert isinstance(answer, scripts.BeginReply)
+                with pytest.raises(RequestError, match=r"does not go on|were lost"):
+                    await intake.recall(LiveRequest(second.entry, "b", "e", answer, second.body, "m"))
 
     run(scenario())

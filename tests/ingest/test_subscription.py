@@ -35,6 +35,7 @@ class Producer:
         self.request_id = request_id
         self.seq = 0
         self.chain = NO_CHAIN
+        self.attempt = 1
         self.entry: Entry | None = None
 
     async def begin(self) -> None:
@@ -49,13 +50,14 @@ class Producer:
         call = scripts.begin(self.entry, "e1", self.request_id, ttl_ms=60_000, tenant="default", seed=1)
         assert (await scripts.run_one(self.redis, call))[0] == b"ok"
 
-    async def delta(self, text: str | None = None) -> None:
+    async def delta(self, text: str | None = None, token_id: int | None = None) -> None:
         self.seq += 1
-        self.chain = extend_chain(self.chain, [self.seq])
-        fields = {"index": 0, "offset": self.seq - 1, "count": 1, "token_ids": [self.seq]}
+        token_id = self.seq if token_id is None else token_id
+        self.chain = extend_chain(self.chain, [token_id])
+        fields = {"index": 0, "offset": self.seq - 1, "count": 1, "token_ids": [token_id]}
         fields |= {"text": f"{self.seq} " if text is None else text, "text_offset": 0, "logprobs": None}
-        data = event(self.seq, 1, "delta", **fields, chain=self.chain)
-        call = scripts.append(self.shard, self.request_id, "e1", 1, self.seq - 1, [data])
+        data = event(self.seq, self.attempt, "delta", **fields, chain=self.chain)
+        call = scripts.append(self.shard, self.request_id, "e1", self.attempt, self.seq - 1, [data])
         assert (await scripts.run_one(self.redis, call)).startswith(b"ok")
 
     async def done(self, state: str = "completed", **fields: Any) -> None:
@@ -64,14 +66,22 @@ class Producer:
         text = "".join(f"{token} " for token in tokens)
         choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": "stop", "stop_reason": None}
         ends = [
-            event(self.seq + 1, 1, "choice", index=0, finish_reason="stop", stop_reason=None),
-            event(self.seq + 2, 1, "done", state=state, usage={"completion_tokens": self.seq}, metrics={}, **fields),
+            event(self.seq + 1, self.attempt, "choice", index=0, finish_reason="stop", stop_reason=None),
+            event(
+                self.seq + 2,
+                self.attempt,
+                "done",
+                state=state,
+                usage={"completion_tokens": self.seq},
+                metrics={},
+                **fields,
+            ),
         ]
         call = scripts.finish(
             self.entry,
             self.request_id,
             "e1",
-            1,
+            self.attempt,
             self.seq,
             ends,
             state=state,
