@@ -24,7 +24,8 @@ from pagemill.ingest.feed import Feed
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.listener import listener_opener
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
-from pagemill.ingest.replay import Event, Replay
+from pagemill.ingest.replay import Event as Event
+from pagemill.ingest.replay import Replay
 
 PAGE = 1000  # events read from the stream at once
 MAX_RESTARTS = 8
