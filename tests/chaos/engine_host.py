@@ -1,8 +1,9 @@
 """Engines as processes of their own that start at once: `python -m tests.chaos.engine_host MODEL LOGS`.
 
-This process loads the model once and forks an engine for every line on its standard input, the queue's settings as
-JSON. It says `{"started": pid}` and later `{"ended": pid, "status": n}` (minus the signal where one ended it), and ends
-with its standard input; its engines are killed with it. It has no thread, so that a fork leaves nothing behind.
+This process loads the model once and forks an engine for every line on its standard input: the queue's settings as
+JSON, and perhaps `device_ms`, how much longer each step takes. It says `{"started": pid}` and later
+`{"ended": pid, "status": n}` (minus the signal where one ended it), and ends with its standard input; its engines are
+killed with it. It has no thread, so that a fork leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,21 +15,44 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from pagemill.engine.assembly import EngineParts, build
 from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.scheduler_output import SchedulerOutput
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.worker import Worker
 from tests.chaos.model import engine_config
 
 PR_SET_PDEATHSIG = 1
+DEADLY = [5, 6, 5, 6]  # a prompt that begins so ends the process in the step that computes it, as a bad kernel would
+
+
+class OddRunner:
+    """The model runner, slower by `delay_s` a step, and mortal."""
+
+    def __init__(self, runner: Any, delay_s: float) -> None:
+        self._runner = runner
+        self._delay_s = delay_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def execute(self, output: SchedulerOutput) -> Any:
+        if any(item.request.prompt_token_ids[: len(DEADLY)] == DEADLY for item in output.scheduled):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._delay_s:
+            time.sleep(self._delay_s)
+        return self._runner.execute(output)
 
 
 async def serve(parts: EngineParts, settings: dict[str, Any]) -> None:
     """Serve the queue until a signal; then the pool has to be whole and empty."""
+    core: Any = parts.core
+    core._runner = OddRunner(core._runner, settings.pop("device_ms", 0) / 1000)
     engine = AsyncEngine(parts, asyncio.get_running_loop())
     await Worker(engine, QueueConfig(**settings)).run_until_signal()
     async with asyncio.timeout(5):

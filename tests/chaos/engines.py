@@ -86,9 +86,10 @@ class EngineHost:
     def alive(self) -> list[EngineProcess]:
         return [engine for engine in self.engines.values() if engine.status is None]
 
-    async def start(self) -> EngineProcess:
+    async def start(self, **changes: Any) -> EngineProcess:
+        """Start an engine, with `changes` of the settings."""
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+        self._process.stdin.write(json.dumps(self._settings | changes).encode() + b"\n")
         return await self._started.get()
 
     def log_of(self, engine: EngineProcess) -> Path:

@@ -1,0 +1,166 @@
+"""Failures one at a time, on engines that are processes of their own: what `make chaos` mixes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from pagemill.engine.errors import RequestError
+from pagemill.ingest.client import AsyncClient, RequestFailed
+from tests.chaos.checking import check_nothing_left
+from tests.chaos.engine_host import DEADLY
+from tests.chaos.engines import EngineHost
+from tests.chaos.model import make_model
+from tests.chaos.reading import plain_client
+
+TAG = "pm:{default.0}"
+SETTINGS = {"heartbeat_timeout_s": 1.0, "block_ms": 100, "poll_ms": 50, "drain_timeout_s": 1.0}
+PROMPT: dict[str, Any] = {"prompt": "the stream", "temperature": 0, "ignore_eos": True}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def module_host(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHost]:
+    folder = tmp_path_factory.mktemp("engines")
+    made = EngineHost(make_model(folder / "model"), folder, SETTINGS)
+    loop.run(made.__aenter__())
+    yield made
+    loop.run(made.__aexit__())
+
+
+@pytest.fixture
+def host(loop: asyncio.Runner, module_host: EngineHost) -> Iterator[EngineHost]:
+    """No engine yet; those that a test starts end with it."""
+    yield module_host
+
+    async def end() -> None:
+        for engine in module_host.alive:
+            engine.thaw()
+            engine.kill()
+            await engine.ended.wait()
+
+    loop.run(end())
+
+
+@pytest.fixture
+def play(loop: asyncio.Runner) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    return loop.run
+
+
+async def first_token(client: AsyncClient, request_id: str) -> None:
+    async for _ in client.attach(request_id):
+        return
+
+
+def test_a_server_that_forgets_everything_is_served_again_within_a_second(
+    play: Any, host: EngineHost, any_redis_url: str
+) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(any_redis_url, watchdog_s=0.3) as client, plain_client(any_redis_url) as redis:
+            for _ in range(2):
+                await host.start(redis_url=any_redis_url, device_ms=20)
+            long = await client.submit(**PROMPT, max_tokens=200)
+            await first_token(client, long.id)
+            await redis.flushall()
+            cleared_at = time.monotonic()
+            after = await client.submit(**PROMPT, max_tokens=2)
+            assert (await after.result(timeout=10)).state == "completed"
+            assert time.monotonic() - cleared_at < 1.0
+            with pytest.raises(RequestError) as lost:
+                await long.result(timeout=10)
+            assert lost.value.code == "request_lost"
+            async with asyncio.timeout(10):
+                while await redis.xlen(f"{TAG}:in:1"):
+                    await asyncio.sleep(0.01)
+            await check_nothing_left(redis, TAG)
+
+    play(scenario())
+
+
+def test_a_deleted_stream_does_not_fill_the_log(play: Any, host: EngineHost, redis_url: str) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(redis_url) as client, plain_client(redis_url) as redis:
+            engine = await host.start(redis_url=redis_url)
+            await (await client.submit(**PROMPT, max_tokens=1)).result(timeout=20)
+            log = host.log_of(engine)
+            before = len(log.read_text().splitlines())
+            until = time.monotonic() + 4
+            while time.monotonic() < until:
+                await redis.delete(f"{TAG}:in:0", f"{TAG}:in:1", f"{TAG}:in:2")
+                await asyncio.sleep(0.5)
+            assert len(log.read_text().splitlines()) - before <= 10
+            await (await client.submit(**PROMPT, max_tokens=1)).result(timeout=5)
+
+    play(scenario())
+
+
+def test_a_generation_of_five_leases_runs_once(play: Any, host: EngineHost, redis_url: str) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(redis_url) as client:
+            for _ in range(2):
+                await host.start(redis_url=redis_url, heartbeat_timeout_s=0.4, device_ms=10)
+            started_at = time.monotonic()
+            result = await (await client.submit(**PROMPT, max_tokens=200, max_attempts=1)).result(timeout=30)
+            assert time.monotonic() - started_at > 5 * 0.4
+            assert result.metrics["attempts"] == 1 and len(result.token_ids) == 200
+
+    play(scenario())
+
+
+def test_64_in_flight_on_a_killed_engine_finish_on_another(play: Any, host: EngineHost, redis_url: str) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(redis_url) as client, plain_client(redis_url) as redis:
+            doomed = await host.start(redis_url=redis_url, device_ms=20)
+            handles = [await client.submit(**PROMPT, max_tokens=20, seed=number) for number in range(64)]
+            await first_token(client, handles[0].id)
+            doomed.kill()
+            await host.start(redis_url=redis_url)
+            results = await asyncio.gather(*(handle.result(timeout=40) for handle in handles))
+            assert {tuple(result.token_ids) for result in results} == {tuple(results[0].token_ids)}
+            assert max(result.metrics["attempts"] for result in results) == 2
+            await check_nothing_left(redis, TAG)
+
+    play(scenario())
+
+
+def test_a_request_that_kills_its_engine_ends_and_its_neighbours_complete(
+    play: Any, host: EngineHost, redis_url: str
+) -> None:
+    async def keep_one_alive(deaths: list[int]) -> None:
+        while True:
+            engine = await host.start(redis_url=redis_url, device_ms=5)
+            await engine.ended.wait()
+            deaths.append(engine.pid)
+
+    async def scenario() -> None:
+        async with AsyncClient(redis_url) as client, plain_client(redis_url) as redis:
+            deaths: list[int] = []
+            keepers = [asyncio.create_task(keep_one_alive(deaths)) for _ in range(2)]
+            body = {**PROMPT, "max_tokens": 150}
+            before = [await client.submit(**body, seed=number, max_attempts=3) for number in range(4)]
+            deadly = await client.submit(prompt_token_ids=[*DEADLY, 9], max_tokens=4, max_attempts=3)
+            behind = [await client.submit(**body, seed=number, max_attempts=3) for number in range(4)]
+            with pytest.raises(RequestFailed) as failed:
+                await deadly.result(timeout=60)
+            assert failed.value.code == "poison"
+            results = await asyncio.gather(*(handle.result(timeout=40) for handle in before + behind))
+            assert {len(result.token_ids) for result in results} == {150}
+            assert len(deaths) == 3
+            for keeper in keepers:
+                keeper.cancel()
+            letters = await redis.xrange(f"{TAG}:dlq")
+            assert [fields[b"id"] for _, fields in letters] == [deadly.id.encode()]
+            await check_nothing_left(redis, TAG)
+
+    play(scenario())
