@@ -89,7 +89,7 @@ def chat_jobs(requests: int) -> dict[str, list[Job]]:
         ({"prompt_token_ids": prompt}, SamplingParams(temperature=0.8, seed=index, max_tokens=count, ignore_eos=True))
         for index, (prompt, count) in enumerate(workloads()["chat"])
     ]
-    groups = [rows[start : start + 16] for start in range(0, len(rows), 16)]
+    groups = [rows[start : start + 16] for start in range(0, len(rows), 16)][: max(2, requests // 4)]
     return {
         "chat 1": [([prompt], [params]) for prompt, params in rows[:requests]],
         "chat 16": [([p for p, _ in group], [s for _, s in group]) for group in groups],

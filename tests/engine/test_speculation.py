@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagemill.engine.assembly import EngineParts, build
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ConfigError
+from pagemill.engine.llm import _settings
+from pagemill.engine.prompt import TokenIds, make_request
 from pagemill.engine.request import Request
+from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
-from pagemill.engine.speculation import NgramProposer, Speculation
-from pagemill.engine.speculation_gain import DraftGain
-from tests.engine.invented import EOS, VOCABULARY, Bench, invent, make
+from pagemill.engine.speculation import NgramProposer, Proposer, Speculation
+from pagemill.engine.speculation_gain import DecodeTimes, DraftGain
+from tests.engine.invented import EOS, VOCABULARY, Bench, InventedModel, invent, make, twin
 from tests.engine.test_scheduler_properties import NO_SHRINK, Arrival, Conditions, arrivals, conditions, play
+from tests.engine.tiny_models import CONFIGS, VOCAB, save_model
 
 # -- the look-up ---------------------------------------------------------------------------------------------------
 
@@ -32,7 +42,7 @@ def naive_guess(tokens: Sequence[int], longest: int, shortest: int, count: int) 
     return []
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=0, max_size=40),
     cuts=st.lists(st.integers(0, 40), max_size=4),
@@ -67,17 +77,19 @@ def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Adversary:
-    """Guesses the truth up to a random place, and nonsense from there on."""
+    """Guesses the truth up to a random place, and nonsense from there on. `right`: the share of truth, if fixed."""
 
     def __init__(self, request: Request, window: int, rng: random.Random) -> None:
         self._request, self._window, self._rng = request, window, rng
+        self.right: float | None = None
 
     def read(self, token_ids: Sequence[int]) -> None:
         pass
 
     def propose(self, count: int) -> list[int]:
         request, rng = self._request, self._rng
-        tokens, right = request.tokens(0, request.num_tokens), rng.randrange(count + 1)
+        tokens = request.tokens(0, request.num_tokens)
+        right = rng.randrange(count + 1) if self.right is None else round(count * self.right)
         guess: list[int] = []
         for place in range(count):
             token = invent(tokens[-self._window :], request.seed, len(request.output_token_ids) + place, request.index)
@@ -109,10 +121,7 @@ def reckless(seed: int, window: int = 0, drafts: int = 5) -> Speculation:
     return Speculation(drafts, lambda request: Adversary(request, window, rng), Reckless(rng), [EOS])
 
 
-drafted = 0
-
-
-@settings(max_examples=250, deadline=None, derandomize=True, phases=NO_SHRINK)
+@settings(max_examples=150, deadline=None, derandomize=True, phases=NO_SHRINK)
 @given(traffic=st.lists(arrivals(), min_size=1, max_size=10), conditions=conditions, seed=st.integers(0, 2**32))
 def test_guesses_change_no_token(traffic: list[Arrival], conditions: Conditions, seed: int) -> None:
     speculation = reckless(seed, conditions.window)
@@ -155,18 +164,343 @@ def test_blocks_and_cache_are_those_of_the_twin() -> None:
     assert steps[True] < 0.6 * steps[False]
 
 
-def outputs(bench: Bench) -> list[SchedulerOutput]:
-    """Every step's output, with the drafts that it was given to compute."""
-    seen: list[SchedulerOutput] = []
+@dataclass
+class Seen:
+    """One sequence of a step, as the runner saw it."""
+
+    step: int
+    name: str
+    num_tokens: int
+    drafts: list[int]
+    generated: int
+    max_tokens: int
+    available: int  # blocks free and promised to nobody
+    table: int
+
+
+def watch(bench: Bench) -> list[Seen]:
+    """Everything that is computed from now on."""
+    seen: list[Seen] = []
     execute = bench.model.execute
 
     def spy(output: SchedulerOutput) -> StepResult:
-        seen.append(output)
         for item in output.scheduled:
-            given.append((output.step, item.request.request_id, len(item.drafts)))
+            request = item.request
+            seen.append(
+                Seen(
+                    output.step,
+                    request.request_id,
+                    item.num_tokens,
+                    list(item.drafts),
+                    len(request.output_token_ids),
+                    request.max_tokens,
+                    bench.cache.num_available,
+                    len(request.block_table),
+                )
+            )
         return execute(output)
 
-    given: list[tuple[int, str, int]] = []
-    bench.given = given  # type: ignore[attr-defined]
     bench.model.execute = spy  # type: ignore[method-assign]
     return seen
+
+
+def test_guesses_get_what_decodes_prefills_and_admissions_leave() -> None:
+    bench = Bench(num_blocks=300, block_size=4, max_num_batched_tokens=12, speculation=reckless(2))
+    for index in range(3):
+        bench.add(make(f"decode{index}", [index + 1, 2], 60, seed=index, ignore_eos=True))
+    bench.step()
+    seen = watch(bench)
+    bench.add(make("long", [5] * 90, 1))
+    bench.add(make("next", [6] * 50, 1))
+    while "next" not in bench.ends:
+        bench.step()
+    crowded = range(seen[0].step, seen[0].step + 15)  # (90 + 50) / (12 - 3)
+    assert not any(each.drafts for each in seen if each.step in crowded)
+    assert {each.num_tokens for each in seen if each.name == "long"} <= {6, 9, 3}
+    bench.run()
+    assert any(each.drafts for each in seen)
+    for step in range(seen[-1].step):
+        assert sum(each.num_tokens for each in seen if each.step == step) <= 12
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_no_guess_preempts_or_takes_the_last_blocks(reserve: bool) -> None:
+    """The pool holds exactly what the requests need in the end."""
+    bench = Bench(num_blocks=1 + 5 * 8, block_size=4, reserve=reserve, speculation=reckless(3))
+    seen = watch(bench)
+    for index in range(5):
+        bench.add(make(f"r{index}", [index + 1] * 3, 30, seed=index, ignore_eos=True))
+    bench.run()
+    statistics = bench.scheduler.statistics()
+    assert statistics.preemptions == 0 and statistics.accepted_tokens > 20
+    slots = [(each.generated + 3 + len(each.drafts), each) for each in seen]
+    taking = [each for computed, each in slots if -(-computed // 4) > -(-(each.generated + 3) // 4)]
+    assert taking and all(each.available >= bench.scheduler.promises.watermark for each in taking)
+
+
+def test_guesses_end_where_the_request_does() -> None:
+    bench = Bench(num_blocks=300, block_size=4, speculation=reckless(4, drafts=20))
+    seen = watch(bench)
+    for index in range(8):
+        bench.add(make(f"r{index}", [index + 1], 1 + 3 * index, seed=index, ignore_eos=index % 2 > 0))
+    bench.run()
+    assert any(each.drafts for each in seen)
+    assert all(each.generated + len(each.drafts) < each.max_tokens for each in seen)
+    assert not any(EOS in each.drafts for each in seen if int(each.name[1:]) % 2 == 0), "nothing follows an end"
+
+
+def test_a_stop_token_is_an_end_too() -> None:
+    text = twin([3], 1, 30, ignore_eos=True)
+    bench = Bench(num_blocks=300, block_size=4, speculation=reckless(5))
+    seen = watch(bench)
+    bench.add(make("r", [3], 30, seed=1, ignore_eos=True, stop_token_ids=[text[20]]))
+    bench.run()
+    assert bench.tokens["r"] == text[: text.index(text[20]) + 1]
+    assert not any(text[20] in each.drafts for each in seen)
+
+
+def test_a_row_of_drafts_without_usable_logits_ends_that_request_alone() -> None:
+    bench = Bench(num_blocks=100, block_size=4, speculation=reckless(6))
+    execute = bench.model.execute
+
+    def broken(output: SchedulerOutput) -> StepResult:
+        result = execute(output)
+        rows = (item for item in output.scheduled if item.samples)
+        for item, sampled in zip(rows, result.sampled, strict=True):
+            if item.request.request_id == "bad" and item.drafts:
+                sampled.tokens[-1] = -1
+        return result
+
+    bench.model.execute = broken  # type: ignore[method-assign]
+    bench.add(make("good", [1], 20, ignore_eos=True))
+    bench.add(make("bad", [2], 20, ignore_eos=True))
+    bench.run()
+    error = bench.ends["bad"].error
+    assert error is not None and error.code == "engine_error"
+    told = bench.tokens["bad"]
+    assert told == twin([2], 0, 20, ignore_eos=True)[: len(told)]
+    assert bench.tokens["good"] == twin([1], 0, 20, ignore_eos=True)
+
+
+# -- whether it pays -----------------------------------------------------------------------------------------------
+
+
+def learned(step_s: Callable[[int], float], sizes: Sequence[int]) -> DraftGain:
+    gain = DraftGain()
+    for _ in range(20):
+        for size in sizes:
+            gain.times.observe(size, step_s(size))
+    return gain
+
+
+def test_nothing_is_drafted_before_anything_was_measured() -> None:
+    gain = DraftGain()
+    assert not gain.may_pay(1, 4)
+    assert gain.choose(1, [(4, 0.99)], 10) == [0]
+
+
+def test_cheap_drafts_are_taken_while_they_are_likely() -> None:
+    """A step takes 20 ms, and 1 ms a token: a draft pays if it is likelier than 1 in 21, or a little more as the step
+    gets longer."""
+    gain = learned(lambda tokens: 0.020 + 0.001 * tokens, [1, 2, 4, 8])
+    assert gain.may_pay(1, 7)
+    assert gain.choose(1, [(7, 0.95)], 100) == [7]
+    assert gain.choose(1, [(7, 0.4)], 100) == [2]  # 1.56 tokens in 23 ms, not 1.62 in 24
+    assert gain.choose(1, [(7, 0.03)], 100) == [0]
+    assert gain.choose(1, [(7, 0.95)], 3) == [3], "no more than the step has left"
+    assert gain.choose(2, [(7, 0.3), (7, 0.9)], 5) == [0, 5], "the likelier ones first"
+
+
+def test_drafts_that_cost_as_much_as_tokens_are_not_taken() -> None:
+    gain = learned(lambda tokens: 0.005 * tokens, [1, 4, 16])
+    assert not gain.may_pay(1, 7) and not gain.may_pay(16, 100)
+    assert gain.choose(4, [(7, 0.99)] * 4, 100) == [0] * 4
+
+
+def test_sizes_that_the_kernels_like_are_found() -> None:
+    """Tiles of four rows: five tokens take as long as eight."""
+    gain = learned(lambda tokens: 0.020 + 0.010 * (-(-tokens // 4)), list(range(1, 9)))
+    assert gain.choose(1, [(7, 0.6)], 100) == [3]
+    assert gain.choose(1, [(7, 0.95)], 100) == [7]
+
+
+def test_a_size_that_looked_bad_once_is_tried_again() -> None:
+    times = DecodeTimes()
+    for _ in range(40):
+        times.observe(1, 0.020)
+        times.observe(8, 0.024)
+    times.observe(4, 1.0)
+    assert times.seconds(4) == pytest.approx(1.0)
+    for _ in range(300):
+        times.observe(1, 0.020)
+    later = times.seconds(4)
+    assert later is not None and later < 0.05
+
+
+def test_the_rate_of_right_guesses_follows_and_newcomers_start_with_what_others_saw() -> None:
+    gain = DraftGain()
+    first = gain.newcomer()
+    for _ in range(400):
+        first.observe(right=False)
+    assert first.rate < 0.01 and gain.newcomer().rate < 0.02
+    for _ in range(20):
+        first.observe(right=True)
+    assert first.rate > 0.8 > gain.newcomer().rate
+
+
+class Slow(InventedModel):
+    """Takes time by the tokens of a step."""
+
+    def __init__(self, bench: Bench, step_s: Callable[[int], float]) -> None:
+        super().__init__(400, 4)
+        self._bench, self._step_s = bench, step_s
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        self._bench._now += self._step_s(output.num_tokens)
+        return super().execute(output)
+
+
+def seconds(step_s: Callable[[int], float], right: float | None) -> float:
+    """How long a text takes with guesses of which so many are right, or without guesses."""
+    rng = random.Random(1)
+
+    def proposer(request: Request) -> Proposer:
+        adversary = Adversary(request, 0, rng)
+        adversary.right = right
+        return adversary
+
+    speculation = None if right is None else Speculation(4, proposer, DraftGain())
+    bench = Bench(num_blocks=400, block_size=4, speculation=speculation)
+    bench.model = Slow(bench, step_s)
+    bench.core._runner = bench.model
+    bench.add(make("r", [1], 600, ignore_eos=True))
+    bench.run()
+    assert bench.tokens["r"] == twin([1], 0, 600, ignore_eos=True)
+    return bench._now
+
+
+@pytest.mark.parametrize(
+    ("overhead", "per_token", "right", "least"),
+    [(0.020, 0.001, 1.0, 3.0), (0.020, 0.001, 0.5, 1.8), (0.020, 0.004, 0.0, 0.98), (0.0, 0.050, 1.0, 0.98)],
+)
+def test_it_switches_itself_off_where_it_does_not_pay(
+    overhead: float, per_token: float, right: float, least: float
+) -> None:
+    """A device with tokens to spare, and guesses that come true or do not; and a device with none to spare."""
+
+    def step_s(tokens: int) -> float:
+        return overhead + per_token * tokens
+
+    assert seconds(step_s, None) / seconds(step_s, right) > least
+
+
+# -- the real runner -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(CONFIGS["llama-gqa"](), tmp_path_factory.mktemp("llama"))
+
+
+class Guesser:
+    """Knows the texts of another run, and is wrong one time in three."""
+
+    def __init__(self, texts: dict[tuple[str, int], list[int]], request: Request, rng: random.Random) -> None:
+        self._texts, self._request, self._rng = texts, request, rng
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        pass
+
+    def propose(self, count: int) -> list[int]:
+        done = len(self._request.output_token_ids)
+        text = self._texts[self._request.request_id, self._request.index][done : done + count]
+        return [token if self._rng.random() < 0.67 else self._rng.randrange(VOCAB) for token in text]
+
+
+def drive(parts: EngineParts, speculation: Speculation | None) -> dict[tuple[str, int], list[int]]:
+    """Requests of every kind at once, greedy and drawn, with rules and without."""
+    parts.core.scheduler._speculation = speculation
+    rng = random.Random(0)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 7, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 8, "n": 3},
+        {"temperature": 1.0, "seed": 9, "top_k": 20, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+        {"temperature": 0.7, "seed": 10, "logit_bias": {5: 3.0, 6: -100.0}, "min_tokens": 20},
+        {"temperature": 0.0, "logprobs": 2},
+    ]
+    texts: dict[tuple[str, int], list[int]] = {}
+    logprobs: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for index, kind in enumerate(kinds * 2):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 25))]
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **kind)
+        parts.core.add(make_request(f"r{index}", TokenIds(prompt), params, parts.limits, None))
+    while parts.core.has_requests:
+        for output in parts.core.step():
+            key = output.request_id, output.index
+            texts.setdefault(key, []).extend(output.token_ids)
+            logprobs.setdefault(key, []).extend(
+                (each.chosen.token_id, round(each.chosen.logprob, 3)) for each in output.logprobs or ()
+            )
+        parts.core.check()
+    for key, told in logprobs.items():
+        assert [token for token, _ in told] == (texts[key] if int(key[0][1:]) % 6 == 5 else [])
+    return texts
+
+
+def test_the_real_engine_says_the_same_with_guesses(folder: Path) -> None:
+    parts = build(
+        EngineConfig(
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            threads=1,
+            skip_tokenizer_init=True,
+            block_size=4,
+            num_blocks_override=600,
+        )
+    )
+    expected = drive(parts, None)
+    rng = random.Random(5)
+    speculation = Speculation(5, lambda request: Guesser(expected, request, rng), Reckless(rng))
+    assert drive(parts, speculation) == expected
+    assert 0 < speculation.num_accepted < speculation.num_drafted
+    looked_up = Speculation(7, lambda request: NgramProposer(3, 1), Reckless(rng))
+    assert drive(parts, looked_up) == expected
+    assert looked_up.num_drafted > 0
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (None, (EngineConfig().num_speculative_tokens, 4, 2)),
+        ({"method": "ngram", "num_speculative_tokens": 5}, (5, 4, 2)),
+        ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 6, "prompt_lookup_min": 3}, (5, 6, 3)),
+        ({"model": "[ngram]", "num_speculative_tokens": 3, "prompt_lookup_max": 5}, (3, 5, 5)),
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "disable_logprobs": None}, (3, 1, 1)),
+    ],
+)
+def test_vllms_speculative_config(given: object, taken: tuple[int, int, int]) -> None:
+    config = EngineConfig(**_settings("m", {"speculative_config": given}))
+    assert (config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min) == taken
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"method": "eagle", "num_speculative_tokens": 5}, "method must be ngram, got 'eagle'"),
+        ({"model": "facebook/opt-125m", "num_speculative_tokens": 5}, "model must be ngram"),
+        ({"method": "ngram", "draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, r"num_speculative_tokens must be in \[0, 64\], got 65"),
+        ({"method": "ngram", "num_speculative_tokens": "many"}, "num_speculative_tokens must be an integer"),
+        ({"prompt_lookup_max": 17}, r"prompt_lookup_max must be in \[1, 16\], got 17"),
+        ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, r"prompt_lookup_min must be in \[1, 2\], got 3"),
+        ("ngram", "speculative_config must be a mapping, got 'ngram'"),
+    ],
+)
+def test_a_wrong_speculative_config_is_refused_by_name(given: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EngineConfig(**_settings("m", {"speculative_config": given}))
