@@ -16,7 +16,7 @@ PreemptionMode = Literal["auto", "recompute", "swap"]
 Admission = Literal["optimistic", "reserve"]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
-SPECULATIVE_TOKENS = 0
+SPECULATIVE_TOKENS = 7  # with the token that comes in any case a row of eight, which kernels like
 MAX_DRAFTS = 64
 MAX_LOOKUP = 16
 

@@ -13,7 +13,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """What serving one request took, preemption included. Times in ms, counts in tokens or blocks."""
+    """What serving one request took, preemption included. Times in ms, counts in tokens or blocks.
+
+    `draft_tokens`: guessed and computed, of which `accepted_tokens` were right.
+    """
 
     queue_ms: float = 0.0
     ttft_ms: float | None = None
@@ -23,6 +26,8 @@ class RequestMetrics:
     swapped_blocks: int = 0
     preempted_ms: float = 0.0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {

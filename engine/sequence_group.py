@@ -131,4 +131,6 @@ class Group:
             swapped_blocks=sum(s.num_swapped_blocks for s in self._all),
             preempted_ms=preempted,
             cached_tokens=first.num_cached_tokens,
+            draft_tokens=sum(s.num_draft_tokens for s in self._all),
+            accepted_tokens=sum(s.num_accepted_tokens for s in self._all),
         )

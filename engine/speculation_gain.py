@@ -15,11 +15,12 @@ from collections.abc import Sequence
 
 from pagemill.engine.forecast import StepTimes
 
-MARGIN = 1.02  # the rate with drafts must be so much better; below it is noise
+MARGIN = 1.05  # the rate with drafts must be so much better; what is below may be noise
 LEAST_CHANCE = 0.02  # drafts less likely than that are not looked at
 START_RATE = 0.3  # of right guesses, before any was seen
-OWN_WEIGHT = 0.1  # of a guess in its sequence's rate
+OWN_WEIGHT = 0.1  # of a guess in its sequence's rate, once there were a few
 COMMON_WEIGHT = 0.01  # in the rate that new sequences start with
+START_GUESSES = 3  # that the rate at the start counts for
 TIME_WEIGHT = 0.2  # of a step in the time of its size
 REMEMBERED_STEPS = 256  # after which a size's time is forgotten
 LARGEST = 256  # tokens of a step, above which only the line is asked
@@ -28,15 +29,17 @@ LARGEST = 256  # tokens of a step, above which only the line is asked
 class Acceptance:
     """Share of guessed tokens that were right, the last ones counting most. `common`: also told of each."""
 
-    __slots__ = ("_common", "_weight", "rate")
+    __slots__ = ("_common", "_count", "_weight", "rate")
 
     def __init__(self, rate: float, weight: float, common: Acceptance | None = None) -> None:
         self.rate = rate
+        self._count = START_GUESSES
         self._weight = weight
         self._common = common
 
     def observe(self, right: bool) -> None:
-        self.rate += self._weight * (right - self.rate)
+        self._count += 1
+        self.rate += max(self._weight, 1 / self._count) * (right - self.rate)
         if self._common is not None:
             self._common.observe(right)
 
