@@ -40,6 +40,7 @@ from pagemill.engine.speculation_gain import Acceptance, DraftGain
 
 REMEMBERED = 1 << 18  # runs of tokens after which the older half of an index is dropped
 READ_A_STEP = 4096  # tokens that a step's indexes take in at most; a long prompt is read over several steps
+BATCH_A_REST = 8  # for each so many decodes, a sequence without a guess worth drafting is passed over for a step
 
 
 class Proposer(Protocol):
@@ -97,13 +98,14 @@ class NgramProposer:
 
 @dataclass(slots=True)
 class _Guesser:
-    """One sequence: its proposer, the tokens that this has read, the guess for what follows them, and how often such
-    guesses come true."""
+    """One sequence: its proposer, the tokens that this has read, the guess for what follows them, how often such
+    guesses come true, and for how many steps it is passed over."""
 
     proposer: Proposer
     acceptance: Acceptance
     num_read: int = 0
     guess: Sequence[int] = ()
+    rest: int = 0
 
 
 class Speculation:
@@ -136,10 +138,12 @@ class Speculation:
         if limit <= 0 or not self.gain.may_pay(len(decodes), min(limit, self.num_drafts * len(decodes))):
             return 0
         guesses = self._guesses(decodes)
-        counts = self.gain.choose(len(decodes), [(len(tokens), rate) for _, tokens, rate in guesses], limit)
+        rates = [(len(tokens), guesser.acceptance.rate) for _, guesser, tokens in guesses]
+        counts = self.gain.choose(len(decodes), rates, limit)
         added = 0
-        for (item, tokens, _), count in zip(guesses, counts, strict=True):
+        for (item, guesser, tokens), count in zip(guesses, counts, strict=True):
             if count == 0:
+                guesser.rest = self._rest(decodes)
                 continue
             covered = cache.extend(item.request, item.start + 1 + count, blocks_kept)
             item.drafts = list(tokens[: covered - item.start - 1])
@@ -173,10 +177,9 @@ class Speculation:
         """The sequence runs no more."""
         self._guessers.pop(request, None)
 
-    def _guesses(self, decodes: Sequence[ScheduledSequence]) -> list[tuple[ScheduledSequence, Sequence[int], float]]:
-        """Of each sequence that may have drafts: what it guesses, and the chance of each token if those before it are
-        right."""
-        found: list[tuple[ScheduledSequence, Sequence[int], float]] = []
+    def _guesses(self, decodes: Sequence[ScheduledSequence]) -> list[tuple[ScheduledSequence, _Guesser, Sequence[int]]]:
+        """What each sequence that may have drafts guesses, as far as the request goes."""
+        found: list[tuple[ScheduledSequence, _Guesser, Sequence[int]]] = []
         to_read = READ_A_STEP
         for item in decodes:
             request = item.request
@@ -187,12 +190,22 @@ class Speculation:
             if guesser is None:
                 guesser = _Guesser(self._make_proposer(request), self.gain.newcomer())
                 self._guessers[request] = guesser
+            if guesser.rest:
+                guesser.rest -= 1
+                continue
             to_read -= self._read(guesser, request, to_read)
             if guesser.num_read == request.num_tokens:
                 guesser.guess = self._until_end(request, guesser.proposer.propose(self.num_drafts))
                 if guesser.guess:
-                    found.append((item, guesser.guess[:room], guesser.acceptance.rate))
+                    found.append((item, guesser, guesser.guess[:room]))
+                else:
+                    guesser.rest = self._rest(decodes)
         return found
+
+    def _rest(self, decodes: Sequence[ScheduledSequence]) -> int:
+        """Looking costs a sequence microseconds: nothing beside the step of a few, but something beside that of many. A
+        guess made before the rest is still compared with what came meanwhile."""
+        return min(self.num_drafts, len(decodes) // BATCH_A_REST)
 
     def _read(self, guesser: _Guesser, request: Request, limit: int) -> int:
         """Let the proposer see what has come since, and see how good its guess was."""
