@@ -55,7 +55,7 @@ _SWEPT: Measures = (
 
 _OVERLOAD: Measures = (
     ("between tokens, p99 ms", lambda r: r.latency.between_tokens.p99 if r.latency.between_tokens else None),
-    ("a request's longest gap, p99 ms", lambda r: r.latency.longest_gap.p99 if r.latency.longest_gap else None),
+    ("longest gap, p99 ms", lambda r: r.latency.longest_gap.p99 if r.latency.longest_gap else None),
     ("time lost to preemption, s", lambda r: r.preempted_s),
     ("first token, p99 s", lambda r: r.latency.ttft.p99 / 1000 if r.latency.ttft else None),
     ("refused or failed, % of requests", lambda r: 100 * (1 - r.finished / max(1, r.requests))),
