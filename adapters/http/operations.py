@@ -40,14 +40,15 @@ async def readyz(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus' text format. Without Redis, the gateway's own figures."""
     gateway = gateway_of(request)
-    found = {name: await _overview(request, name) for name in gateway.queues.clients}
+    found = {name: await _overview(request, name, fresh=True) for name in gateway.queues.clients}
     known = {name: overview for name, overview in found.items() if overview is not None}
     return web.Response(body=gateway.metrics.render(known), headers={"Content-Type": CONTENT_TYPE})
 
 
-async def _overview(request: web.Request, queue: str) -> Overview | None:
+async def _overview(request: web.Request, queue: str, *, fresh: bool = False) -> Overview | None:
+    queues = gateway_of(request).queues
     try:
         async with asyncio.timeout(PATIENCE_S):
-            return await gateway_of(request).queues.overview(queue)
+            return await (queues.clients[queue].overview() if fresh else queues.overview(queue))
     except (TimeoutError, QueueUnavailableError):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 from typing import Any
 
 import structlog
@@ -20,6 +21,7 @@ from pagemill.ingest.config import QueueConfig
 
 MAX_HEAD_LINE = 8190  # bytes of a request line or of one header
 MAX_HEADERS = 100
+SEND_BUFFER = 128 << 10  # bytes in the system for one client
 LINGER_S = 2.0  # how long the rest of a body is read after an answer that did not want it
 
 _log = structlog.get_logger(__name__)
@@ -33,6 +35,13 @@ class JsonProtocol(web.RequestHandler):
 
     __slots__ = ("write_timeout_s",)
     write_timeout_s: float
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The system would buffer megabytes for a client that reads nothing; this bounds it, and lets it be noticed."""
+        peer = transport.get_extra_info("socket")
+        if peer is not None:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        super().connection_made(transport)
 
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
