@@ -129,7 +129,7 @@ class AsyncClient:
         self._patience_s = patience_s
         name = f"pagemill-client-{os.getpid()}"
         self._redis = connect_commands(self.config.redis_url, name)
-        self._hub = EventHub(self._redis, self.keys, watchdog_s=watchdog_s)
+        self._hub = EventHub(self._redis, self.keys, watchdog_s=watchdog_s, keeping=scripts.Keeping.of(self.config))
 
     async def submit(
         self,

@@ -10,6 +10,7 @@ The others learn from the same heartbeat what this engine can do; `submit` and `
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from importlib import metadata
 from typing import Any
@@ -134,6 +135,8 @@ class Lease:
 def _told(outlook: Outlook | None, prefill_tokens_s: float | None) -> dict[str, Any] | None:
     """An outlook as the scripts read it. Where there is none (nobody forecasts under `admission=reserve`) prompts can
     still start no faster than they are computed."""
+    if outlook is not None and not all(map(math.isfinite, (*outlook.times, *outlook.admitted))):
+        return None  # what is no number in JSON would be none for the scripts either
     if outlook is not None:
         kept = range(len(outlook.times) - 1, -1, -OUTLOOK_STRIDE)
         times = [round(float(outlook.times[index]), 4) for index in reversed(kept)]

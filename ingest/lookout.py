@@ -77,6 +77,7 @@ class Lookout:
                 except (RedisError, OSError) as error:
                     if not is_unavailable(error) and not isinstance(error, ResponseError):
                         raise
+                    _log.debug("waiting entries could not be looked at", reason=str(error))
                     await backoff.sleep()
         finally:
             sweeping.cancel()
@@ -174,6 +175,6 @@ class Lookout:
                 if not is_unavailable(error):
                     _log.warning("waiting requests could not be looked at", reason=str(error))
                 continue
-            first, given = replies[0]
+            first, given, _ = replies[0]
             for entry in scripts.read_given(self._shard, [*given, *(replies[1] if len(replies) > 1 else ())]):
                 self._on_given(entry)

@@ -222,7 +222,7 @@ def accept(
 
 def sweep(shard: ShardKeys, owner: str, *, first: int, count: int, keeping: Keeping) -> Call:
     """End waiting requests that are past their deadline or were cancelled by hand. Of those before their deadline,
-    `count` are looked at from place `first` on. Replies [next place, [[stream, entry id, fields], ...]]."""
+    `count` are looked at from place `first` on. Replies [next place, [[stream, entry id, fields], ...], server ms]."""
     args = (GROUP, owner, shard.base, first, count, keeping.result_ttl_ms, keeping.replay_ttl_ms)
     return Call("sweep", (shard.waiting,), args)
 

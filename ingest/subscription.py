@@ -19,6 +19,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from pagemill.engine.errors import RequestError
+from pagemill.ingest import scripts
 from pagemill.ingest.events import TERMINAL_STATES, Transcript, extend_chain
 from pagemill.ingest.feed import Feed
 from pagemill.ingest.keys import QueueKeys
@@ -29,7 +30,10 @@ from pagemill.ingest.replay import Replay
 
 PAGE = 1000  # events read from the stream at once
 MAX_RESTARTS = 8
+OVERDUE_MS = 30_000  # after its deadline a request that no engine ends is given up by who waits for it
+CLOCKS_APART_MS = 60_000  # of this machine and the server, at most; else it takes so much longer
 WATCH_TICK_S = 0.25
+EXPIRE = 16  # overdue requests ended in one go
 BUFFER = 256  # live events kept for a reader that is slower; beyond, it reads the stream
 
 _log = structlog.get_logger(__name__)
@@ -213,8 +217,8 @@ class Subscription:
 
     async def _examine(self) -> AsyncGenerator[Event, None]:
         """Nothing is stored beyond what was read: does the record say why? Yields the end where only it is left."""
-        record: Any = await self._hub.command("HMGET", self._record, "state", "seq")
-        state, seq = record
+        record: Any = await self._hub.command("HMGET", self._record, "state", "seq", "deadline")
+        state, seq, deadline = record
         if state is None:
             if self._expected:
                 raise RequestError("request_lost", "the request's record is gone")
@@ -225,6 +229,7 @@ class Subscription:
         if seq is not None and int(seq) < self._last:
             raise _RewrittenError
         if state.decode() not in TERMINAL_STATES:
+            await self._look_at_deadline(int(deadline))
             return
         ended = False
         async for item in self._stored():
@@ -235,6 +240,16 @@ class Subscription:
         if not ended:
             async for item in self._from_record(int(seq)):
                 yield item
+
+    async def _look_at_deadline(self, deadline: int) -> None:
+        """Engines end what is past its deadline. Where none lives, those who wait must not do so for ever."""
+        if time.time() * 1000 < deadline - CLOCKS_APART_MS:
+            return
+        now = await self._hub.expire(self.request_id)
+        if now > deadline + OVERDUE_MS:
+            raise RequestError(
+                "deadline_exceeded", "the deadline has passed, and no engine has said how it ended", param="ttl_ms"
+            )
 
     async def _from_record(self, seq: int) -> AsyncGenerator[Event, None]:
         """The rest of a request whose events have expired, made of the result in its record."""
@@ -277,8 +292,16 @@ class EventHub:
     `watchdog_s`: silence after which the stream and the record are looked at.
     """
 
-    def __init__(self, commands: Client, keys: QueueKeys, *, watchdog_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        commands: Client,
+        keys: QueueKeys,
+        *,
+        watchdog_s: float = 5.0,
+        keeping: scripts.Keeping,
+    ) -> None:
         self.keys = keys
+        self._keeping = keeping
         self.watchdog_s = watchdog_s
         self._commands = commands
         self._open_listener = listener_opener(commands)
@@ -297,6 +320,14 @@ class EventHub:
 
     async def close(self, subscription: Subscription) -> None:
         await self._feed(subscription.request_id).remove(subscription)
+
+    async def expire(self, request_id: str) -> int:
+        """End what waits beyond its deadline on the request's shard. Returns the server's ms; 0 where it is away."""
+        call = scripts.sweep(self.keys.shard_of(request_id), "", first=0, count=EXPIRE, keeping=self._keeping)
+        try:
+            return int((await scripts.run_one(self._commands, call))[2])
+        except (RedisError, OSError):
+            return 0
 
     async def command(self, *words: str | int) -> Any:
         """A reading command, repeated while Redis is unavailable."""

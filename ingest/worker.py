@@ -236,7 +236,8 @@ class Worker:
 
     def _lookout(self, shard: ShardKeys) -> Lookout:
         def is_full() -> bool:
-            return not self._engine.has_room() and not self._stopping.is_set()
+            takes_nothing = not self._engine.has_room() or not self._quarantine.is_clear
+            return takes_nothing and not self._stopping.is_set()
 
         def on_given(entry: Entry) -> None:
             self._spawn(self._take_on(entry))

@@ -12,6 +12,16 @@ local function refusal(code, message, retry_ms, param)
     .. ',"retry_after_ms":' .. string.format('%d', retry_ms) .. '}'
 end
 
+-- An outlook that can be calculated with, or nil: an engine may be of another kind, or have no numbers yet.
+local function checked(outlook)
+  if type(outlook) ~= 'table' or type(outlook.times) ~= 'table' or type(outlook.admitted) ~= 'table' then return nil end
+  if #outlook.times < 2 or #outlook.times ~= #outlook.admitted or type(outlook.mean_tokens) ~= 'number' then return nil end
+  for i = 1, #outlook.times do
+    if type(outlook.times[i]) ~= 'number' or type(outlook.admitted[i]) ~= 'number' then return nil end
+  end
+  return outlook
+end
+
 -- What the engines with a fresh heartbeat have said of themselves; `age`: seconds since then.
 local function live_engines(base, now, timeout_ms)
   local engines = {}
@@ -21,6 +31,7 @@ local function live_engines(base, now, timeout_ms)
     local read, engine = pcall(cjson.decode, text or '')
     if not read or type(engine) ~= 'table' then engine = {} end
     engine.age = math.max(0, now - tonumber(beats[i + 1])) / 1000
+    engine.outlook = checked(engine.outlook)
     engine.waiting_requests = tonumber(engine.waiting_requests) or 0
     engine.waiting_tokens = tonumber(engine.waiting_tokens) or 0
     engines[#engines + 1] = engine
@@ -54,9 +65,8 @@ end
 local function outlook_of(engines)
   local sum, requests, tokens = 0, 0, 0
   for _, engine in ipairs(engines) do
-    local outlook = engine.outlook
-    if type(outlook) ~= 'table' or type(outlook.times) ~= 'table' or #outlook.times < 2 then return nil end
-    sum = sum + outlook.mean_tokens
+    if not engine.outlook then return nil end
+    sum = sum + engine.outlook.mean_tokens
     requests, tokens = requests + engine.waiting_requests, tokens + engine.waiting_tokens
   end
   if #engines == 0 then return nil end

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Any
 
+import orjson
 import pytest
 
 from pagemill.engine.errors import RequestError
@@ -137,5 +138,43 @@ def test_a_reader_outlives_a_server_that_lost_events(queue_config: QueueConfig, 
 
     async def _tokens(client: AsyncClient) -> list[int]:
         return [token async for delta in client.attach("a") for token in delta.token_ids]
+
+    run(scenario())
+
+
+def test_a_chain_that_does_not_fit_is_noticed_when_nothing_else_is(queue_config: QueueConfig, run: Run) -> None:
+    """All that was lost has been written anew, with the same numbers, before the reader looks again."""
+
+    async def scenario() -> None:
+        producer = Producer(queue_config, "a")
+        async with AsyncClient(queue_config, watchdog_s=60) as client:
+            await producer.begin()
+            seen: list[Any] = []
+            five = asyncio.Event()
+
+            async def read() -> None:
+                async for event in client.attach("a").events():
+                    seen.append(event)
+                    if len(seen) == 5:
+                        five.set()
+
+            reading = asyncio.create_task(read())
+            for _ in range(5):
+                await producer.delta()
+            await asyncio.wait_for(five.wait(), 5)
+            await Rewritten(producer).lose(3)
+            events, record = producer.shard.events("a"), producer.shard.record("a")
+            producer.attempt = 1
+            await producer.redis.hset(record, "attempt", 1)
+            for data in cut([1, 2, 3, 104, 105, 106], [1, 2, 3, 4, 5], 1)[3:]:
+                await producer.redis.xadd(events, {"e": orjson.dumps(data)}, id=f"{data['seq']}-0")
+            await producer.redis.hset(record, "seq", 6)
+            producer.seq, producer.chain = 6, extend_chain(NO_CHAIN, [1, 2, 3, 104, 105, 106])
+            await producer.delta(token_id=107)
+            await producer.done()
+            await asyncio.wait_for(reading, 5)
+            assert [event["to_offset"] for event in seen if event["type"] == "rewind"] == [3]
+            assert Transcript.of(seen).choice(0).token_ids == [1, 2, 3, 104, 105, 106, 107]
+        await producer.aclose()
 
     run(scenario())

@@ -447,3 +447,21 @@ def test_the_client_needs_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_deadline_counts_although_no_engine_lives(queue_config: QueueConfig, run: Run) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(queue_config, watchdog_s=0.1) as client:
+            waits = await client.submit(prompt="x", ttl_ms=150)
+            with pytest.raises(RequestFailed) as failed:
+                await waits.result(timeout=5)
+            assert (failed.value.code, failed.value.result.state) == ("deadline_exceeded", "expired")
+            producer = Producer(queue_config, "a")
+            await producer.begin()
+            await producer.delta()
+            await producer.redis.hset(producer.shard.record("a"), "deadline", 1)
+            with pytest.raises(RequestError, match="no engine has said"):
+                await client.attach("a").result(timeout=5)
+            await producer.aclose()
+
+    run(scenario())

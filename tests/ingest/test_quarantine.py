@@ -1,0 +1,102 @@
+"""Suspects run with nothing beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pagemill.ingest.entries import Entry
+from pagemill.ingest.intake import Postponed
+from pagemill.ingest.keys import QueueKeys
+from pagemill.ingest.quarantine import Quarantine
+
+SHARD = QueueKeys("pm", "default").shards[0]
+
+
+def entry(number: int) -> Entry:
+    return Entry(SHARD, 1, b"%d-0" % number, {})
+
+
+class Ward:
+    """A quarantine and what happens around it."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.over: list[Entry] = []
+        self.alone: list[Entry] = []
+        self.cleared = asyncio.Event()
+        self.quarantine = Quarantine(self.take, is_empty=lambda: self.running == 0, run_alone=self.run_alone)
+        self.task = asyncio.create_task(self.quarantine.run())
+
+    async def take(self, entry: Entry) -> Postponed | None:
+        return None if entry in self.over else Postponed("suspect", "default")
+
+    async def run_alone(self, entry: Entry) -> None:
+        assert self.running == 0
+        self.alone.append(entry)
+        await self.cleared.wait()
+        self.cleared.clear()
+
+    async def pass_by(self) -> None:
+        async with self.quarantine.passing():
+            self.running += 1
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def test_suspects_run_one_by_one_and_nothing_beside_them(run: Any) -> None:
+    async def scenario() -> None:
+        ward = Ward()
+        await ward.pass_by()
+        ward.quarantine.add(entry(1))
+        ward.quarantine.add(entry(2))
+        others = [asyncio.create_task(ward.pass_by()) for _ in range(3)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert ward.alone == [] and ward.running == 1, "the running one is waited for, and nothing else begins"
+        ward.running = 0
+        ward.quarantine.notice()
+        for number in (1, 2):
+            await ward.until(lambda number=number: len(ward.alone) == number)
+            assert ward.running == 0 and not ward.quarantine.is_clear
+            ward.cleared.set()
+        await ward.until(lambda: all(other.done() for other in others))
+        assert ward.alone == [entry(1), entry(2)] and ward.running == 3 and ward.quarantine.is_clear
+        await ward.stop()
+
+    run(scenario())
+
+
+def test_a_suspect_that_is_over_does_not_wait_for_its_turn(run: Any) -> None:
+    async def scenario() -> None:
+        ward = Ward()
+        ward.running = 1
+        ward.over = [entry(1)]
+        ward.quarantine.add(entry(1))
+        async with asyncio.timeout(5):
+            await ward.pass_by()
+        assert ward.alone == []
+        await ward.stop()
+
+    run(scenario())
+
+
+def test_an_engine_that_stops_lets_everybody_go(run: Any) -> None:
+    async def scenario() -> None:
+        ward = Ward()
+        ward.running = 1
+        ward.quarantine.add(entry(1))
+        waiting = asyncio.create_task(ward.pass_by())
+        ward.quarantine.open()
+        async with asyncio.timeout(5):
+            await waiting
+        await ward.stop()
+
+    run(scenario())
