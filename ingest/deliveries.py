@@ -44,6 +44,7 @@ class Delivery:
     status: str = ""
     error: str = ""
     due: int | None = None
+    leased: bool = False
     off: str = ""
 
     @classmethod
@@ -65,6 +66,7 @@ class Delivery:
             state=text(b"state"),
             status=text(b"status"),
             error=text(b"error"),
+            leased=b"lease" in fields,
             **more,
         )
 

@@ -9,7 +9,7 @@ from pagemill.adapters.cli.settings import Settings, settings_table, shown
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Print every setting with its source; wrong values are errors here as everywhere."""
-    settings.engine(), settings.queue(), settings.gateway(), settings.process()
+    settings.engine(), settings.queue(), settings.gateway(), settings.webhook(), settings.process()
     group = ""
     for name, setting in settings_table().items():
         if setting.group != group:

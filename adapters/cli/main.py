@@ -24,6 +24,8 @@ _MODULES = {
     "watch": "client_commands",
     "cancel": "client_commands",
     "dlq": "dlq_command",
+    "webhooks": "webhooks_command",
+    "hooks": "hooks_command",
     "bench": "bench",
     "doctor": "doctor",
     "config": "config_command",
@@ -62,7 +64,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
     settings = load_settings(given_settings(args), os.environ, getattr(args, "settings", None))
     # Commands that show their own output on the terminal speak up in the log only when something is wrong.
-    quiet = args.command not in ("serve", "engine", "gateway")
+    quiet = args.command not in ("serve", "engine", "gateway", "webhooks")
     set_up_logging(settings.process(**({"log_level": "warning"} if quiet else {})))
     module = importlib.import_module(f"pagemill.adapters.cli.{_MODULES[args.command]}")
     try:

@@ -27,6 +27,7 @@ _GROUP_TITLES: dict[Group, str] = {
     "engine": "engine settings",
     "queue": "queue settings",
     "gateway": "gateway settings",
+    "webhook": "webhook settings",
     "process": "process settings",
 }
 SETTING_PREFIX = "setting:"
@@ -89,6 +90,7 @@ def make_parser() -> Parser:
     _submit(commands)
     _watch(commands)
     _dlq(commands)
+    _webhooks(commands)
     _bench(commands)
     _tools(commands)
     return parser
@@ -296,6 +298,34 @@ def _dlq(commands: Any) -> None:
         _add_settings(action, "queue", "process")
 
 
+def _webhooks(commands: Any) -> None:
+    parser = _new(commands, "webhooks", "send webhooks: signed, with retries; run as many as you like")
+    _add_settings(parser, "queue", "webhook", "process")
+    parser = _new(commands, "hooks", "webhooks that wait or were given up, URLs that are off, signing secrets")
+    kinds = parser.add_subparsers(dest="hooks", metavar="ACTION", title="actions", required=True)
+    actions = {
+        "list": "list what waits, what was given up, and URLs that are off",
+        "retry": "send again what was given up",
+        "disable": "send nothing to a URL any more",
+        "enable": "send to a URL again",
+        "rotate-secret": "make a new signing secret and print it; the old one signs beside it for a while",
+    }
+    for name, summary in actions.items():
+        action = _new(kinds, name, summary)
+        if name == "list":
+            action.add_argument("--json", action="store_true", help="one JSON object a line")
+        elif name == "retry":
+            action.add_argument("ids", nargs="*", metavar="ID", help="webhooks' ids, as `list` shows them")
+            action.add_argument("--all", action="store_true", help="all of them")
+        elif name == "rotate-secret":
+            action.add_argument("name", nargs="?", default="default", help="the secret's name (default)")
+            action.add_argument("--keep-h", type=float, default=24.0, metavar="H", help="hours for the old one (24)")
+        else:
+            action.add_argument("url", help="the callback's URL, whole")
+        groups: tuple[Group, ...] = ("webhook", "process") if name == "rotate-secret" else ("queue", "process")
+        _add_settings(action, *groups)
+
+
 def _bench(commands: Any) -> None:
     parser = _new(commands, "bench", "measure this machine")
     kinds = parser.add_subparsers(dest="bench", metavar="KIND", title="benchmarks", required=True)
@@ -322,7 +352,7 @@ def _tools(commands: Any) -> None:
     parser = _new(commands, "doctor", "check the server's settings, model, device, kernels, memory and ports")
     _add_settings(parser, "engine", "queue", "process")
     parser = _new(commands, "config", "print every setting, its value and where that came from")
-    _add_settings(parser, "engine", "queue", "gateway", "process")
+    _add_settings(parser, "engine", "queue", "gateway", "webhook", "process")
     parser = _new(commands, "models", "models on this machine")
     kinds = parser.add_subparsers(dest="models", metavar="ACTION", title="actions", required=True)
     prepare = _new(kinds, "prepare", "convert and cache a model, so that engines start at once")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pagemill.adapters.http.config import GatewayConfig
+from pagemill.adapters.webhook.config import WebhookConfig
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.values import shown as brief
@@ -26,7 +27,7 @@ ENV_PREFIX = "PAGEMILL_"
 DEFAULT_FILE = "pagemill.toml"
 FILE_VARIABLE = "PAGEMILL_SETTINGS"  # not a setting: says where the others are
 
-Group = Literal["engine", "queue", "gateway", "process"]
+Group = Literal["engine", "queue", "gateway", "webhook", "process"]
 
 _TRUE = frozenset(("true", "yes", "on", "1"))
 _FALSE = frozenset(("false", "no", "off", "0"))
@@ -62,6 +63,7 @@ _CLASSES: dict[Group, type[Any]] = {
     "engine": EngineConfig,
     "queue": QueueConfig,
     "gateway": GatewayConfig,
+    "webhook": WebhookConfig,
     "process": ProcessConfig,
 }
 
@@ -161,6 +163,10 @@ class Settings:
 
     def gateway(self, **defaults: Any) -> GatewayConfig:
         config: GatewayConfig = self._make("gateway", defaults)
+        return config
+
+    def webhook(self, **defaults: Any) -> WebhookConfig:
+        config: WebhookConfig = self._make("webhook", defaults)
         return config
 
     def process(self, **defaults: Any) -> ProcessConfig:

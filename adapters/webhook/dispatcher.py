@@ -27,7 +27,7 @@ from pagemill.ingest.deliveries import Claimed, Deliveries, Delivery, claim, set
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
 
-MAX_AGE_MS = 72 * 3_600_000  # however often it was put off, it is given up then
+MAX_AGE_MS = 72 * 3_600_000  # what its receiver's failures still put off then is given up
 MAX_ENDPOINTS = 10_000
 PAGE = 100
 
@@ -122,15 +122,13 @@ class Dispatcher:
         """Start a try; or say what becomes of the delivery instead."""
         if delivery.off:
             return settle(delivery, claimed.lease, "disabled", error=f"its URL is off: {delivery.off}")
-        if claimed.now - delivery.created > MAX_AGE_MS and delivery.tries:
-            return settle(delivery, claimed.lease, "dead", error=f"given up for its age; {delivery.error}")
         endpoint = self._endpoint(delivery.url)
         wait_s = endpoint.ask(time.monotonic())
         if wait_s > 0:
-            state = "retrying" if delivery.tries else "waiting"
-            return settle(
-                delivery, claimed.lease, "waiting", delay_ms=int(wait_s * 1000), error=delivery.error or state
-            )
+            if claimed.now - delivery.since > MAX_AGE_MS:
+                error = f"its receiver has been failing for too long; {delivery.error}"
+                return settle(delivery, claimed.lease, "dead", error=error)
+            return settle(delivery, claimed.lease, "later", delay_ms=int(wait_s * 1000))
         task = asyncio.create_task(self._deliver(delivery, claimed.lease, endpoint))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -138,16 +136,17 @@ class Dispatcher:
 
     async def _deliver(self, delivery: Delivery, lease: str, endpoint: Endpoint) -> None:
         begun = time.monotonic()
-        outcome = Try(error="the sender stopped")
+        failed = False
         try:
             keys = self._store.keys(delivery.secret)
             if keys:
                 outcome = await self._sender.send(delivery.url, delivery.delivery_id, delivery.payload(), keys)
+                failed = outcome.is_overload
             else:
                 outcome = Try(error=f"no secret {delivery.secret!r} is configured")
         finally:
             now = time.monotonic()
-            endpoint.end(now, now - begun, failed=outcome.is_overload)
+            endpoint.end(now, now - begun, failed)
         call = self._verdict(delivery, lease, outcome)
         await self._insist(call, delivery)
         if outcome.is_delivered:

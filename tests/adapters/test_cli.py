@@ -13,7 +13,7 @@ from tests.adapters.processes import environment, pagemill
 
 COMMANDS = (
     *("demo", "serve", "engine", "gateway", "submit", "watch", "cancel"),
-    *("dlq", "bench", "doctor", "config", "models"),
+    *("dlq", "webhooks", "hooks", "bench", "doctor", "config", "models"),
 )
 
 
@@ -78,6 +78,13 @@ def test_no_command_shows_the_help_and_version_the_version() -> None:
         (("serve", "--data-dir", "/dev/null/x", "--port", "0", "--http-port", "0"), 2, "data_dir /dev/null/x"),
         (("config", "--block-size", "9" * 5000), 2, "is not an integer"),
         (("demo", "--chats", "0"), 2, "--chats"),
+        (("hooks", "retry"), 2, "or --all"),
+        (("hooks", "disable", "ftp://x"), 1, "callback.url"),
+        (("hooks", "list", "--redis-url", "redis://127.0.0.1:1/0"), 3, "cannot be reached"),
+        (("hooks", "rotate-secret", "a b"), 2, "secret's name"),
+        (("webhooks", "--webhook-delays-s", "5,x"), 2, "webhook_delays_s"),
+        (("webhooks", "--webhook-allow", "a/b"), 2, "webhook_allow"),
+        (("webhooks", "--webhook-secrets", "/dev/null/x"), 2, "webhook_secrets"),
     ],
 )
 def test_an_error_is_one_line_and_a_status(
