@@ -28,7 +28,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 async def _serve(queue: QueueConfig, config: WebhookConfig) -> None:
     store, sender = SecretStore(config.webhook_secrets), Sender(config)
     if not store.names:
-        _log.warning("there are no webhook secrets: `pagemill hooks rotate-secret default` makes one", file=str(store.path))
+        _log.warning(
+            "there are no webhook secrets: `pagemill hooks rotate-secret default` makes one", file=str(store.path)
+        )
     client = connect_commands(queue.redis_url, "pagemill-webhooks")
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

