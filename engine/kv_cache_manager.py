@@ -13,13 +13,12 @@ written within one decision; the runner makes the moves in that order before it 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pagemill.engine.block_pool import NULL_BLOCK, BlockPool, PoolStatistics
 from pagemill.engine.host_pool import HostPool
-from pagemill.engine.prefix_cache import AnnouncedBlocks, block_hashes, root_hash
+from pagemill.engine.prefix_cache import AnnouncedBlocks, MissCounter, block_hashes, root_hash
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence
 
@@ -352,10 +351,8 @@ class KVCacheManager:
         assert 0 <= self._promised <= self.pool.num_free, "more blocks are promised than free"
         running = [request for request in requests if request.block_table.block_ids]
         if not self._in_flight:
-            for request in running:
-                assert len(request.block_table) <= self.blocks_for(request.num_computed_tokens), (
-                    "a block holds no token"
-                )
+            empty = sum(len(r.block_table) > self.blocks_for(r.num_computed_tokens) for r in running)
+            assert not empty, f"{empty} sequences hold a block without a token"
         missing = sum(len(r.block_table) * self.block_size - r.num_computed_tokens for r in running)
         assert self._used_slots_missing == missing, "wasted slots do not add up"
         assert len(self._announced) == 0 or requests, "an announcement outlived its request"
@@ -400,28 +397,3 @@ class KVCacheManager:
                 tokens = [*tokens, *drafts[: max(0, count * size - request.num_tokens)]]
             names += block_hashes(parent, tokens, size)
         return names
-
-
-class MissCounter:
-    """Tokens that the prefix cache did not have, by cause. It remembers a bounded number of the names asked for."""
-
-    REMEMBERED = 200_000
-
-    def __init__(self) -> None:
-        self.new = 0
-        self.evicted = 0
-        self.partial = 0
-        # Not a dict: taking its oldest key walks over all that were taken before.
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-
-    def count(self, missed: list[bytes], num_full: int, block_size: int, partial: int) -> None:
-        """`missed`: names of the blocks that were not found; the first `num_full` of them are full blocks."""
-        self.partial += partial
-        for name in missed[:num_full]:
-            if name in self._seen:
-                self.evicted += block_size
-            else:
-                self.new += block_size
-                self._seen[name] = None
-                if len(self._seen) > self.REMEMBERED:
-                    self._seen.popitem(last=False)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from pagemill.engine.request import Request
@@ -62,3 +63,28 @@ class AnnouncedBlocks:
 
     def owner(self, name: bytes) -> Request | None:
         return self._owners.get(name)
+
+
+class MissCounter:
+    """Tokens that the prefix cache did not have, by cause. It remembers a bounded number of the names asked for."""
+
+    REMEMBERED = 200_000
+
+    def __init__(self) -> None:
+        self.new = 0
+        self.evicted = 0
+        self.partial = 0
+        # Not a dict: taking its oldest key walks over all that were taken before.
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def count(self, missed: list[bytes], num_full: int, block_size: int, partial: int) -> None:
+        """`missed`: names of the blocks that were not found; the first `num_full` of them are full blocks."""
+        self.partial += partial
+        for name in missed[:num_full]:
+            if name in self._seen:
+                self.evicted += block_size
+            else:
+                self.new += block_size
+                self._seen[name] = None
+                if len(self._seen) > self.REMEMBERED:
+                    self._seen.popitem(last=False)
