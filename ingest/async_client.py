@@ -219,6 +219,24 @@ class AsyncClient:
         """What the queue says of itself. Raises `QueueUnavailableError`."""
         return await self._asked(read_overview(self._redis, self.keys))
 
+    async def keep_note(self, request_id: str, note: bytes, *, ttl_ms: int) -> None:
+        """Keep something beside a request, for as long as said."""
+        await self._asked(
+            self._redis.execute_command("SET", self.keys.shard_of(request_id).note(request_id), note, "PX", ttl_ms)
+        )
+
+    async def note(self, request_id: str) -> bytes | None:
+        """What `keep_note` kept."""
+        found: bytes | None = await self._asked(
+            self._redis.execute_command("GET", self.keys.shard_of(request_id).note(request_id))
+        )
+        return found
+
+    async def drop_note(self, request_id: str) -> bool:
+        """Forget it. False: there was none."""
+        dropped = await self._asked(self._redis.execute_command("DEL", self.keys.shard_of(request_id).note(request_id)))
+        return bool(dropped)
+
     async def follow(self, request_id: str, *, after: int, expected: bool) -> Subscription:
         """A subscription to a request's events; close it when done."""
         return await self._hub.open(request_id, after=after, expected=expected, patience_s=self._patience_s)

@@ -81,6 +81,10 @@ class ShardKeys:
     def blob(self, request_id: str) -> str:
         return self._key(f"blob:{request_id}")
 
+    def note(self, request_id: str) -> str:
+        """What an adapter keeps beside a request."""
+        return self._key(f"note:{request_id}")
+
     def watch(self, request_id: str) -> str:
         return self._key(f"watch:{request_id}")
 

@@ -44,8 +44,9 @@ class Overview:
 async def read_overview(client: Client, keys: QueueKeys) -> Overview:
     """Ask the server, in one round trip. Raises redis-py's errors."""
     pipeline = client.pipeline(transaction=False)
-    pipeline.execute_command("TIME")
     for shard in keys.shards:
+        # By a script, since a cluster is asked at the node that has the shard.
+        pipeline.execute_command("EVAL", "return redis.call('TIME')", 1, shard.heartbeats)
         for stream in shard.streams:
             pipeline.execute_command("XLEN", stream)
         pipeline.execute_command("ZCARD", shard.delayed)
@@ -57,14 +58,14 @@ async def read_overview(client: Client, keys: QueueKeys) -> Overview:
     for reply in replies:
         if isinstance(reply, BaseException):
             raise reply
-    now_s = float(replies[0][0]) + float(replies[0][1]) / 1e6
     outstanding, delayed, letters = [0] * PRIORITIES, 0, 0
     counters: dict[str, int] = {}
     # An engine serves every shard with one lease: the shards tell the same of it.
     engines: dict[str, EngineReport] = {}
-    width = PRIORITIES + 5
-    for first in range(1, len(replies), width):
-        part = replies[first : first + width]
+    width = PRIORITIES + 6
+    for first in range(0, len(replies), width):
+        (seconds, microseconds), *part = replies[first : first + width]
+        now_s = int(seconds) + int(microseconds) / 1e6
         outstanding = [sum(pair) for pair in zip(outstanding, part[:PRIORITIES], strict=True)]
         delayed += part[PRIORITIES]
         letters += part[PRIORITIES + 1]

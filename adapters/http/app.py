@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from pagemill.adapters.http import middleware, native, openai_routes, operations
+from pagemill.adapters.http import middleware, native, openai_routes, operations, responses
 from pagemill.adapters.http.gateway import GATEWAY, Gateway
 
 
@@ -19,6 +19,7 @@ def make_app(gateway: Gateway) -> web.Application:
         "/v1/models/{model:.+?}": openai_routes.get_model,
         "/v1/requests/{id}": native.show,
         "/v1/requests/{id}/events": native.events,
+        "/v1/responses/{id}": responses.show,
         "/healthz": operations.healthz,
         "/readyz": operations.readyz,
         "/metrics": operations.metrics,
@@ -26,6 +27,8 @@ def make_app(gateway: Gateway) -> web.Application:
     posts = {
         "/v1/completions": openai_routes.completions,
         "/v1/chat/completions": openai_routes.chat_completions,
+        "/v1/responses": responses.create,
+        "/v1/responses/{id}/cancel": responses.cancel,
         "/v1/requests": native.submit,
         "/v1/requests/{id}/cancel": native.cancel,
     }
@@ -35,4 +38,5 @@ def make_app(gateway: Gateway) -> web.Application:
     for path, post in posts.items():
         app.router.add_post(path, post)
         app.router.add_post(f"{path}/", post)
+    app.router.add_delete("/v1/responses/{id}", responses.delete)
     return app

@@ -32,7 +32,8 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 class Generation:
     """Requests in one queue. Entering submits all of them or none; leaving cancels those that have not ended.
 
-    `bodies`: of the queue's protocol. `key`: the client's idempotency key. Raises what `AsyncClient.submit` does.
+    `bodies`: of the queue's protocol. `key`: the client's idempotency key. `lasting`: they are not cancelled when their
+    HTTP request ends. Raises what `AsyncClient.submit` does.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Generation:
         *,
         key: str | None = None,
         traceparent: str | None = None,
+        lasting: bool = False,
     ) -> None:
         self._gateway = gateway
         self._client = client
-        unwatched = "cancel" if key is None else "continue"
+        self._lasting = lasting or key is not None
+        unwatched = "continue" if self._lasting else "cancel"
         self._bodies = [{**body, "on_disconnect": unwatched} for body in bodies]
         self._key = key
         self._traceparent = traceparent
@@ -98,7 +101,7 @@ class Generation:
         self._cancel_unfinished()
 
     def _cancel_unfinished(self) -> None:
-        if self._key is None:
+        if not self._lasting:
             for request_id in self._submitted:
                 if request_id not in self._ended:
                     self._gateway.in_background(self._client.cancel(request_id))

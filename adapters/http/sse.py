@@ -63,6 +63,10 @@ class SseStream:
         head = b"" if seq is None else b"id: %d\n" % seq
         await self.write(b"%sdata: %s\n\n" % (head, orjson.dumps(value)))
 
+    async def event(self, kind: str, value: Any) -> None:
+        """Send an event of a named kind."""
+        await self.write(b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(value)))
+
     async def write(self, data: bytes) -> None:
         """Send bytes that are whole frames. Raises `ClientGoneError`."""
         await self.open()
