@@ -9,7 +9,7 @@ BENCH := build/bench
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run serve test check chaos bench bench-scheduler bench-speculation bench-sampler bench-grammar grammar-check \
+.PHONY: help install run serve test check chaos bench bench-queue bench-scheduler bench-speculation bench-sampler bench-grammar grammar-check \
 	gpu-check clean
 
 help:  ## list the targets
@@ -71,6 +71,9 @@ simulate: $(STAMP)  ## the documented simulator runs on recorded traces (make si
 		--rate-scale 0.2 --no-prefix-caching --contiguous none --sweep policy=fcfs,fair --sweep tenants=all,others
 	$(SIMULATE) $(SHAREGPT) --limit 2000 --pool-tokens 16384 --times-of $(TRACES)/azure2023_code.csv --naive chunks \
 		--overload --plot build/overload.svg
+
+bench-queue: $(STAMP)  ## what the queue costs: throughput, latency, a flush, two engines
+	PYTHONPATH=. $(PY) -m bench.queue_overhead
 
 bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parameters
 	$(PY) bench/sampler_cost.py
