@@ -1,0 +1,173 @@
+"""Clients on bad connections: replies that are lost, calls that are cancelled, more calls than connections."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import redis.asyncio as aioredis
+
+from pagemill.ingest.client import AsyncClient, Client, QueueUnavailableError
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.embedded import EmbeddedServer
+from pagemill.ingest.redis import CONNECTIONS
+from tests.chaos.fault_proxy import FaultProxy
+from tests.ingest.test_subscription import Producer
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+STREAM = "pm:{default.0}:in:1"
+
+
+@pytest.fixture
+def port(valkey: EmbeddedServer, redis_url: str) -> int:
+    """The TCP port of an empty server, for a proxy."""
+    assert urlsplit(redis_url).scheme in ("redis", "unix") and valkey.port
+    return valkey.port
+
+
+def test_more_calls_than_connections_wait_for_one(redis_url: str, run: Run) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(redis_url) as client, aioredis.Redis.from_url(redis_url, protocol=2) as plain:
+            handles = await asyncio.gather(*(client.submit(prompt="x") for _ in range(400)))
+            assert len({handle.id for handle in handles}) == await plain.xlen(STREAM) == 400
+            assert (await plain.info("clients"))["connected_clients"] <= CONNECTIONS + 5
+
+    run(scenario())
+
+
+def test_a_submission_whose_reply_is_lost_is_there_once(port: int, redis_url: str, run: Run) -> None:
+    """redis-py repeats it by itself, and a caller that was told nothing repeats it with the same key."""
+
+    async def scenario() -> None:
+        async with (
+            FaultProxy(port, random.Random(1)) as proxy,
+            AsyncClient(proxy.url) as client,
+            aioredis.Redis.from_url(redis_url, protocol=2) as plain,
+        ):
+            told: list[str] = []
+            for number in range(60):
+                if number % 3:
+                    proxy.lose_replies(1.0)
+                while True:
+                    try:
+                        handle = await client.submit(prompt="x", idempotency_key=str(number))
+                        break
+                    except QueueUnavailableError:
+                        await asyncio.sleep(0.01)
+                told.append(handle.id)
+            entries = await plain.xrange(STREAM)
+            assert [fields[b"id"].decode() for _, fields in entries] == told and len(set(told)) == 60
+
+    run(scenario())
+
+
+def test_cancelled_calls_leave_no_connection_behind_and_no_answer_to_others(redis_url: str, run: Run) -> None:
+    """1,000 tasks cancelled at random moments of a call, while others ask what only they know."""
+    rng = random.Random(2)
+
+    async def scenario() -> None:
+        async with AsyncClient(redis_url) as client, aioredis.Redis.from_url(redis_url, protocol=2) as plain:
+            commands = client._redis
+
+            async def asks(number: int) -> None:
+                assert await commands.execute_command("ECHO", f"{number}") == b"%d" % number
+                await client.submit(prompt="x", id=f"s{number}")
+
+            async def cancelled(number: int) -> None:
+                task = asyncio.create_task(asks(number))
+                await asyncio.sleep(rng.random() * 0.004)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                assert task.cancelled() or task.exception() is None
+
+            for start in range(0, 1000, 100):
+                await asyncio.gather(*(cancelled(number) for number in range(start, start + 100)))
+                await asyncio.gather(*(asks(10_000 + number) for number in range(start, start + 40)))
+            async with asyncio.timeout(5):
+                await asyncio.gather(*(commands.execute_command("ECHO", "1") for _ in range(CONNECTIONS)))
+            assert len(commands.connection_pool._in_use_connections) == 0
+            assert (await plain.info("clients"))["connected_clients"] <= CONNECTIONS + 5
+
+    run(scenario())
+
+
+def test_subscribing_while_connections_break(port: int, queue_config: QueueConfig, run: Run) -> None:
+    """Every reader is subscribed on the connection that is made anew: none has to wait for its watchdog."""
+
+    async def scenario() -> None:
+        producers = [Producer(queue_config, f"a{number}") for number in range(20)]
+        for producer in producers:
+            await producer.begin()
+        async with FaultProxy(port, random.Random(3)) as proxy, AsyncClient(proxy.url, watchdog_s=60) as client:
+            readings = []
+            for producer in producers:
+                readings.append(asyncio.create_task(client.attach(producer.request_id).result(timeout=30)))
+                await asyncio.sleep(random.Random(producer.request_id).random() * 0.05)
+                proxy.cut(1.0)
+                await producer.delta()
+            async with asyncio.timeout(10):  # all are subscribed again
+                while sum(count for _, count in await _subscribers(producers)) < len(producers):
+                    await asyncio.sleep(0.01)
+            started = time.monotonic()
+            for producer in producers:
+                await producer.delta()
+                await producer.done()
+            results = await asyncio.gather(*readings)
+            assert {result.text for result in results} == {"1 2 "}
+            assert time.monotonic() - started < 20
+        for producer in producers:
+            await producer.aclose()
+
+    async def _subscribers(producers: list[Producer]) -> list[tuple[bytes, int]]:
+        channels = [producer.shard.channel(producer.request_id) for producer in producers]
+        counts: list[tuple[bytes, int]] = await producers[0].redis.execute_command("PUBSUB NUMSUB", *channels)
+        return counts
+
+    run(scenario())
+
+
+def test_closing_a_client_ends_the_calls_of_other_threads(redis_url: str) -> None:
+    client = Client(redis_url)
+    handle = client.submit(prompt="x")
+    told: list[BaseException] = []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            handle.result()
+        except RuntimeError as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+        assert waiting.wait(5)
+        waiting.clear()
+    client.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(told) == 4 and all("closed" in str(error) for error in told)
+
+
+def test_threads_share_a_client(redis_url: str) -> None:
+    with Client(redis_url) as client:
+        ids: list[str] = []
+
+        def send() -> None:
+            ids.extend(client.submit(prompt="x").id for _ in range(20))
+
+        threads = [threading.Thread(target=send) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert len(set(ids)) == 160
+        assert all(client.cancel(request_id) == "cancelled" for request_id in ids[:10])
