@@ -6,9 +6,14 @@ engine that was believed dead and comes back can harm nobody. `finish` writes th
 an entry is in the stream exactly while its request is unfinished, and a crash at any point leaves it there.
 
 Invariants. A heartbeat precedes the first read, and while it cannot be refreshed nothing new is taken: entries are only
-adopted from an engine whose heartbeat is old. A read is never cancelled, since the server would have delivered to
-nobody; after a read that failed, this consumer's own pending entries are read again. Every loop survives Redis going
-away; only the death of the engine ends `run` with an error.
+adopted from an engine whose heartbeat is old. Heartbeats stop with the steps (`leases`), so a device that hangs loses
+its requests like a process that died. A read is never cancelled, since the server would have delivered to nobody; after
+a read that failed, this consumer's own pending entries are read again. Every loop survives Redis going away; only the
+death of the engine ends `run` with an error.
+
+What may have ended an engine runs with nothing beside it (`quarantine`), so a fatal request costs the engines
+`max_attempts` deaths and the others no attempt. Entries of a tenant at its cap are delivered and wait (`tenant_lines`),
+since a consumer group cannot pass an entry over. While there is no room `lookout` answers those who would wait in vain.
 
 Rejected: an ack at delivery (loses requests in a crash); renewing leases with XCLAIM (steals entries back from their
 new owner); one connection for blocking reads and commands (a read would hold up every append).
@@ -21,18 +26,15 @@ import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Container, Coroutine, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 from redis.exceptions import RedisError
 
 from pagemill.engine.async_engine import AsyncEngine
-from pagemill.engine.errors import EngineDeadError, RequestError
-from pagemill.engine.prompt import Prompt, TokenIds
+from pagemill.engine.errors import EngineDeadError
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry
@@ -45,7 +47,7 @@ from pagemill.ingest.outbox import Outbox, Outcome
 from pagemill.ingest.patrol import Patrol
 from pagemill.ingest.quarantine import Quarantine
 from pagemill.ingest.redis import Client, connect_commands, is_unavailable, wait_for_server
-from pagemill.ingest.schema import RequestBody
+from pagemill.ingest.starter import Starter
 from pagemill.ingest.stream_reader import StreamReader
 from pagemill.ingest.tenant_lines import TenantLines
 
@@ -71,6 +73,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._intake = Intake(self._client, config, self.owner, engine.info.model_name, self._stopping)
         self._outbox = Outbox(self._client, config, on_cancel=self._on_cancel, on_end=self._on_end)
+        self._starter = Starter(engine, self._intake, self._outbox)
         self._live: dict[str, LiveRequest] = {}
         self._taken: set[tuple[str, bytes]] = set()
         self._quarantine = Quarantine(self._take, is_empty=lambda: not self._live, run_alone=self._run_alone)
@@ -329,7 +332,7 @@ class Worker:
             if isinstance(live, LiveRequest):
                 self._live[live.request_id] = live
                 self._empty.clear()
-                await self._start(live)
+                await self._starter.start(live)
         except EngineDeadError:
             pass  # `run` ends with it, and the entry is still in the stream.
         except Exception as error:
@@ -351,46 +354,6 @@ class Worker:
         task = asyncio.create_task(work)
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
-
-    async def _start(self, live: LiveRequest) -> None:
-        """Hand an owned request to the engine, going on where another one stopped; or end it if it is to end here."""
-        try:
-            if live.begun.seq > 0:
-                await self._intake.recall(live)
-            if live.stopping is None:
-                await self._prepare(live)
-            if live.stopping is not None:
-                live.ending = live.stopping
-        except RequestError as error:
-            live.ending = Ending("failed" if live.has_tokens else "rejected", error)
-        except (RedisError, OSError, EngineDeadError):
-            raise
-        except Exception as error:
-            # Whatever one request trips over must not end its neighbours.
-            _log.exception("request failed to start", request_id=live.request_id)
-            live.ending = Ending("failed", RequestError("engine_error", f"{type(error).__name__}: {error}"))
-        if live.ending is not None:
-            self._outbox.flush_now(live)
-
-    async def _prepare(self, live: LiveRequest) -> None:
-        body = live.body
-        assert body is not None
-        request = await self._engine.prepare(
-            live.request_id,
-            _prompt(body),
-            body.params,
-            tenant=body.tenant,
-            cache_salt=body.cache_salt,
-            priority=live.entry.stream,
-            seed=live.begun.seed,
-        )
-        live.prompt_tokens = len(request.prompt_token_ids)
-        # It may have come back from an engine that took it over: what ran of it here is on its way out.
-        await self._engine.wait_until_gone(live.request_id)
-        if live.stopping is None and not live.detached:
-            told = [choice.token_ids for choice in live.choices]
-            time_left_s = live.expires_at - time.monotonic()
-            self._engine.submit(request, partial(self._outbox.put, live), told, time_left_s=time_left_s)
 
     # -- what the outbox and the server say ----------------------------------------------------------------------
 
@@ -425,15 +388,6 @@ class Worker:
         else:
             # Another engine may have had it and died: then it may be ours again, adopted while it was still known here.
             self._readers[entry.shard].look_again()
-
-
-def _prompt(body: RequestBody) -> Prompt:
-    if body.prompt_token_ids is not None:
-        return TokenIds(body.prompt_token_ids)
-    if body.chat is not None:
-        return body.chat
-    assert body.prompt is not None
-    return body.prompt
 
 
 async def _first_of(tasks: Iterable[asyncio.Task[Any]]) -> None:
