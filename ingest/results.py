@@ -84,6 +84,9 @@ class RequestFailed(RequestError):
         )
         self.result = result
 
+    def __reduce__(self) -> tuple[type[RequestFailed], tuple[Result]]:
+        return type(self), (self.result,)  # job queues pickle exceptions
+
 
 def result_of(request_id: str, transcript: Transcript) -> Result:
     """The result that a transcript up to and with `done` tells."""

@@ -1,0 +1,1 @@
+"""Job workers: calling the engine from tasks of Celery, RQ, Dramatiq and arq."""
