@@ -23,6 +23,7 @@ from pagemill.ingest.redis import connect_commands, is_unavailable, shown_url
 from pagemill.ingest.replay import Event
 from pagemill.ingest.results import Delta, RequestFailed, Result, refused_result, result_of
 from pagemill.ingest.schema import check_and_encode
+from pagemill.ingest.shelf import Shelf
 from pagemill.ingest.subscription import EventHub, Subscription
 
 Reply = TypeVar("Reply")
@@ -218,6 +219,11 @@ class AsyncClient:
     async def overview(self) -> Overview:
         """What the queue says of itself. Raises `QueueUnavailableError`."""
         return await self._asked(read_overview(self._redis, self.keys))
+
+    @property
+    def shelf(self) -> Shelf:
+        """What adapters keep beside the queue. Its methods raise redis-py's errors."""
+        return Shelf(self._redis, self.keys)
 
     async def keep_note(self, request_id: str, note: bytes, *, ttl_ms: int) -> None:
         """Keep something beside a request, for as long as said."""

@@ -85,6 +85,10 @@ class ShardKeys:
         """What an adapter keeps beside a request."""
         return self._key(f"note:{request_id}")
 
+    def document(self, name: str) -> str:
+        """What an adapter keeps on the shelf."""
+        return self._key(f"doc:{name}")
+
     def watch(self, request_id: str) -> str:
         return self._key(f"watch:{request_id}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from pagemill.adapters.http import middleware, native, openai_routes, operations, responses
+from pagemill.adapters.http import batches, files, middleware, native, openai_routes, operations, responses
 from pagemill.adapters.http.gateway import GATEWAY, Gateway
 
 
@@ -20,6 +20,11 @@ def make_app(gateway: Gateway) -> web.Application:
         "/v1/requests/{id}": native.show,
         "/v1/requests/{id}/events": native.events,
         "/v1/responses/{id}": responses.show,
+        "/v1/files": files.list_files,
+        "/v1/files/{id}": files.show,
+        "/v1/files/{id}/content": files.content,
+        "/v1/batches": batches.list_batches,
+        "/v1/batches/{id}": batches.show,
         "/healthz": operations.healthz,
         "/readyz": operations.readyz,
         "/metrics": operations.metrics,
@@ -29,6 +34,9 @@ def make_app(gateway: Gateway) -> web.Application:
         "/v1/chat/completions": openai_routes.chat_completions,
         "/v1/responses": responses.create,
         "/v1/responses/{id}/cancel": responses.cancel,
+        "/v1/files": files.upload,
+        "/v1/batches": batches.create,
+        "/v1/batches/{id}/cancel": batches.cancel,
         "/v1/requests": native.submit,
         "/v1/requests/{id}/cancel": native.cancel,
     }
@@ -39,4 +47,5 @@ def make_app(gateway: Gateway) -> web.Application:
         app.router.add_post(path, post)
         app.router.add_post(f"{path}/", post)
     app.router.add_delete("/v1/responses/{id}", responses.delete)
+    app.router.add_delete("/v1/files/{id}", files.delete)
     return app

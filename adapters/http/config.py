@@ -32,6 +32,9 @@ class GatewayConfig:
     models: str | None = _setting(None, "model names and their queues as name=queue, with commas between")
     cors_origins: str | None = _setting(None, "web origins that may call from a browser, with commas between; * is all")
     http_max_body_bytes: int = _setting(2 << 20, "largest HTTP request body, unpacked")
+    http_max_file_bytes: int = _setting(64 << 20, "largest uploaded file; files are kept in Redis")
+    http_file_ttl_s: float = _setting(172_800.0, "how long files and batches are kept after the last change")
+    http_batch_requests: int = _setting(32, "requests of one batch that are in the queue at once")
     http_read_timeout_s: float = _setting(30.0, "how long a request's body may take to arrive")
     http_write_timeout_s: float = _setting(30.0, "how long a client may read nothing before it is cut")
     http_idle_timeout_s: float = _setting(75.0, "how long a connection may take to send a request's head")
@@ -42,6 +45,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         whole: dict[str, tuple[int, int]] = {"http_port": (0, 65535), "http_max_body_bytes": (1024, 256 << 20)}
+        whole |= {"http_max_file_bytes": (1024, 1 << 30), "http_batch_requests": (1, 4096)}
         for name in ("http_tenant_requests_per_minute", "http_tenant_requests"):
             if getattr(self, name) is not None:
                 whole[name] = (1, 2**31)
@@ -49,11 +53,11 @@ class GatewayConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
-        for name in ("read_timeout", "write_timeout", "idle_timeout", "ping", "drain_timeout"):
+        for name in ("read_timeout", "write_timeout", "idle_timeout", "ping", "drain_timeout", "file_ttl"):
             value = getattr(self, f"http_{name}_s")
             least = 0 if name == "drain_timeout" else 0.05
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 86_400:
-                raise ConfigError(f"http_{name}_s must be a number in [{least}, 86400], got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 2_592_000:
+                raise ConfigError(f"http_{name}_s must be a number in [{least}, 2592000], got {value!r}")
         if not isinstance(self.http_host, str) or not self.http_host:
             raise ConfigError(f"http_host must be an address to listen on, got {self.http_host!r}")
         if not is_loopback(self.http_host) and self.api_keys is None and self.api_keys_file is None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from redis.exceptions import RedisError
 
 from pagemill.engine.errors import RequestError
 from pagemill.ingest.async_client import QueueUnavailableError
+from pagemill.ingest.redis import is_unavailable
 
 RETRY_MS = 1000  # where nobody can say better
 
@@ -90,7 +92,7 @@ def as_api_error(error: Exception) -> ApiError | None:
     """The answer to what the queue's client raises; None for what nobody expected."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueUnavailableError):
+    if isinstance(error, QueueUnavailableError) or (isinstance(error, RedisError | OSError) and is_unavailable(error)):
         return ApiError(
             503,
             "the queue cannot be reached now",

@@ -24,7 +24,7 @@ class Gateway:
     """The state of one gateway. Make it where the event loop runs.
 
     `is_leaving`: told to stop, so readiness says no. `is_cutting`: requests that are still open are ended now, by
-    cancelling their tasks; their clients are told.
+    cancelling their tasks; their clients are told. `batch_wanted`: a batch was made or changed here.
     """
 
     def __init__(self, config: GatewayConfig, queue: QueueConfig) -> None:
@@ -35,6 +35,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.is_leaving = False
         self.is_cutting = False
+        self.batch_wanted = asyncio.Event()
         self._open: set[asyncio.Task[Any]] = set()
         self._emptied = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()

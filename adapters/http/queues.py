@@ -17,6 +17,7 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import is_request_id
 from pagemill.ingest.overview import Overview
 from pagemill.ingest.records import Record
+from pagemill.ingest.shelf import Shelf
 
 FRESH_S = 1.0  # how long an overview is used again
 
@@ -38,6 +39,11 @@ class Queues:
         names = dict.fromkeys(self._aliases.values()) if self._aliases else {queue.queue: None}
         self.clients: Mapping[str, AsyncClient] = {name: AsyncClient(queue.replace(queue=name)) for name in names}
         self._overviews: dict[str, tuple[float, Overview]] = {}
+
+    @property
+    def shelf(self) -> Shelf:
+        """Where files and batches lie: beside the first queue, which has to be the same for all replicas."""
+        return next(iter(self.clients.values())).shelf
 
     async def aclose(self) -> None:
         for client in self.clients.values():

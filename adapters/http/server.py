@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
 from pagemill.adapters.http.app import make_app
+from pagemill.adapters.http.batch_runner import BatchRunner
 from pagemill.adapters.http.config import GatewayConfig
 from pagemill.adapters.http.errors import http_error, internal_error
 from pagemill.adapters.http.gateway import Gateway
@@ -127,6 +128,7 @@ class GatewayProcess:
         self._config = config
         self.gateway = Gateway(config, queue)
         self._runner = GatewayRunner(make_app(self.gateway), config)
+        self._batches = BatchRunner(self.gateway)
         self.url = ""
 
     async def start(self) -> str:
@@ -140,6 +142,7 @@ class GatewayProcess:
             await self.gateway.aclose()
             reason = error.strerror or str(error)
             raise ConfigError(f"cannot listen on {host}, port {port} ({reason}); --http-port takes another") from error
+        self._batches.start()
         bound = self._runner.addresses[0]
         self.url = f"http://{_shown(bound[0])}:{bound[1]}"
         return self.url
@@ -149,6 +152,7 @@ class GatewayProcess:
         for site in list(self._runner.sites):
             await site.stop()
         await self.gateway.drain(self._config.http_drain_timeout_s if drain_s is None else drain_s)
+        await self._batches.stop()
         await self._runner.cleanup()
         await self.gateway.aclose()
 
