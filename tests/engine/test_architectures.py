@@ -99,8 +99,8 @@ def test_greedy_and_seeded_tokens_are_those_of_transformers(name: str, tmp_path:
 def test_preempted_and_recomputed(name: str, tmp_path: Path) -> None:
     path = save_model(ARCHITECTURES[name](), tmp_path)
     expected = generated_by_transformers(path, PROMPTS, NEW_TOKENS)
-    llm = load(path, block_size=8, num_blocks_override=10)
-    llm._parts.core.scheduler._forecast = None  # admit without foresight
+    llm = load(path, block_size=8, num_blocks_override=10, num_speculative_tokens=0)
+    llm._parts.core.scheduler.promises.forecast = None  # admit without foresight
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     assert [choices[0] for choices in generate(llm, greedy)] == expected
     assert llm._parts.core.scheduler.statistics().preemptions > 0

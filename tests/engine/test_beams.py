@@ -143,9 +143,9 @@ def test_beams_equal_transformers(truth: Truth, blocks: int) -> None:
 
 
 def test_beams_beside_requests_that_are_preempted(truth: Truth) -> None:
-    parts = engine(truth.folder, num_blocks_override=48)
+    parts = engine(truth.folder, num_blocks_override=48, num_speculative_tokens=0)
     greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    alone = run(engine(truth.folder), {"other0": ([9, 8, 7], greedy)})["other0"]
+    alone = run(engine(truth.folder, num_speculative_tokens=0), {"other0": ([9, 8, 7], greedy)})["other0"]
     jobs = {f"other{index}": ([9, 8, 7], greedy) for index in range(6)}
     jobs |= {f"beams{index}": (prompt, beam_params(4, 1.0, False, truth.eos)) for index, prompt in enumerate(PROMPTS)}
     outputs = run(parts, jobs)

@@ -225,7 +225,7 @@ def test_state_survives_preemption_and_another_engine(path: Path, core: EngineCo
                 assert output.offset == len(tokens)
                 tokens += output.token_ids
         assert tokens == expected
-    small = engine(path, num_blocks_override=16).core
+    small = engine(path, num_blocks_override=16, num_speculative_tokens=0).core
     crowd = [request(f"r{index}", PROMPT, params, words, seed=4) for index in range(4)]
     found = run(small, *crowd)
     assert small.scheduler.statistics().preemptions > 0

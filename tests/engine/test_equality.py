@@ -105,8 +105,9 @@ def engine(path: Path, **settings: object) -> EngineParts:
 
 
 def pressed(path: Path, **settings: object) -> EngineParts:
-    """An engine that admits without looking ahead, so that a small pool preempts."""
-    parts = engine(path, **settings)
+    """An engine that admits without looking ahead, so that a small pool preempts, and without guesses, which come when
+    time allows."""
+    parts = engine(path, num_speculative_tokens=0, **settings)
     parts.core.scheduler.promises.forecast = None
     return parts
 

@@ -84,7 +84,8 @@ def test_alone_together_recomputed_swapped_cached_or_not(model: str, tmp_path: P
     assert run(cached, batch) == alone
     assert cached.core.scheduler.statistics().cache.hit_tokens > 0
     for mode in ("recompute", "swap"):
-        small = engine(path, num_blocks_override=60, preemption_mode=mode, swap_space=0.01, max_num_batched_tokens=48)
+        pressure = {"num_blocks_override": 60, "max_num_batched_tokens": 48, "num_speculative_tokens": 0}
+        small = engine(path, preemption_mode=mode, swap_space=0.01, **pressure)
         assert run(small, batch) == alone, mode
         statistics = small.core.scheduler.statistics()
         assert statistics.preemptions > 3

@@ -29,7 +29,13 @@ DATE = r"[0-9]{4}-[01][0-9]-[0-3][0-9]"
 def parts() -> EngineParts:
     return build(
         EngineConfig(
-            dtype="float32", threads=1, block_size=8, num_blocks_override=20, max_model_len=160, max_num_seqs=8
+            dtype="float32",
+            threads=1,
+            block_size=8,
+            num_blocks_override=20,
+            max_model_len=160,
+            max_num_seqs=8,
+            num_speculative_tokens=0,
         )
     )
 
