@@ -33,7 +33,9 @@ local problem = refuse(base, ARGV[13], now, tonumber(ARGV[2]), ARGV[8], tonumber
 if problem then
   redis.call('HSET', KEYS[2], 'attempt', 0, 'owner', '', 'priority', ARGV[2], 'tenant', ARGV[8], 'created', now,
     'deadline', now + ttl, 'submission', ARGV[5], 'refused', 1)
-  answer(base, id, 'rejected', problem, now, ARGV[15], ARGV[16], '0', now)
+  -- The caller has it in the reply. Kept for long, the answers of a flood would be what fills the server.
+  local kept_ms = math.min(60000, tonumber(ARGV[15]), tonumber(ARGV[16]))
+  answer(base, id, 'rejected', problem, now, kept_ms, kept_ms, '0', now)
   return {'refused', id, problem}
 end
 

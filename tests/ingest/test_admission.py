@@ -87,6 +87,9 @@ def test_submit_refuses_past_the_caps(on_queue: Any, admission: scripts.Admissio
         done = orjson.loads(fields[b"e"])
         assert (done["type"], done["state"], done["seq"], done["error"]) == ("done", "rejected", 1, error)
         assert (await record(client, "b"))["state"] == "rejected"
+        # A flood of refusals must not fill the server.
+        assert 50_000 < await client.pttl(SHARD.record("b")) <= 60_000
+        assert 50_000 < await client.pttl(SHARD.events("b")) <= 60_000
         # The same id may come again, when there is room, or be taken by another tenant.
         assert await cancel(client, "a") == [b"cancelled"]
         assert (await submit(client, "b", admission=admission, tokens=50, submission="later")).status == "ok"
