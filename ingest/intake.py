@@ -30,9 +30,9 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """An entry that cannot be begun yet, and why."""
+    """An entry that cannot be begun yet, and why. An old suspect was there when several engines died."""
 
-    reason: Literal["suspect", "busy"]
+    reason: Literal["suspect", "old suspect", "busy"]
     tenant: str
 
 
@@ -94,7 +94,7 @@ class Intake:
             callback=b"" if callback is None else callback.stored(None if body is None else body.metadata),
         )
         begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
-        if begun == "suspect" or begun == "busy":
+        if begun == "suspect" or begun == "old suspect" or begun == "busy":
             return Postponed(begun, tenant)
         if isinstance(begun, str):
             _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)

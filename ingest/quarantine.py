@@ -1,9 +1,10 @@
 """Running what may have ended an engine by itself, so that the next death has one name on it.
 
-`begin` says "suspect" of a request that had no token when its engine died. Suspects run one after the other, each
-with nothing beside it, until it has a token (or, if it was there at several deaths, until its end); meanwhile nothing
-else is begun. Who turns out to be healthy costs the others the wait for its first token; who is not kills an engine in
-which nobody else runs, and is given up after `max_attempts`.
+`begin` says "suspect" of a request that had no token when its engine died. Once nothing runs any more suspects are
+begun, one when the one before it has a token; nothing else is begun meanwhile. Those that have theirs go on beside the
+next: if the engine dies again, only one request in it had none. So sixty-four that died together are soon back in one
+batch, and who came to the engine by itself is not drawn into another's death. An old suspect, there at several deaths,
+waits until nothing runs at all, and one that had tokens at each of them is alone until its end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Quarantine:
         self._is_empty = is_empty
         self._run_alone = run_alone
         self._suspects: deque[Entry] = deque()
+        self._old: deque[Entry] = deque()
+        self._has_begun = False
         self._passing = 0
         self._clear = asyncio.Event()
         self._clear.set()
@@ -48,8 +51,9 @@ class Quarantine:
         """Whether there is no suspect, so that anything may be begun."""
         return self._clear.is_set()
 
-    def add(self, entry: Entry) -> None:
-        self._suspects.append(entry)
+    def add(self, entry: Entry, *, old: bool = False) -> None:
+        """`old`: it was there at several deaths."""
+        (self._old if old else self._suspects).append(entry)
         self._clear.clear()
         self._changed.set()
 
@@ -60,6 +64,7 @@ class Quarantine:
     def open(self) -> None:
         """The engine stops and begins nothing more: who waits here is let go."""
         self._suspects.clear()
+        self._old.clear()
         self._clear.set()
 
     @asynccontextmanager
@@ -76,24 +81,34 @@ class Quarantine:
     async def run(self) -> None:
         """Serve suspects until cancelled."""
         while True:
-            while not (self._suspects and not self._passing and self._is_empty()):
+            while not self._is_ready():
                 self._changed.clear()
                 try:
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()
                 except TimeoutError:
                     await self._look_again()
-            entry = self._suspects.popleft()
+            self._has_begun = True
+            entry = (self._suspects or self._old).popleft()
             _log.info("a request that may have ended an engine runs alone", entry=entry.entry_id.decode())
             await self._run_alone(entry)
-            if not self._suspects:
-                self._clear.set()
+            self._open_if_over()
+
+    def _is_ready(self) -> bool:
+        if self._passing or not (self._suspects or self._old):
+            return False
+        return self._is_empty() or (bool(self._suspects) and self._has_begun)
+
+    def _open_if_over(self) -> None:
+        if not self._suspects and not self._old:
+            self._has_begun = False
+            self._clear.set()
 
     async def _look_again(self) -> None:
         """Those who wait here may have been cancelled, or be past their deadline."""
-        for _ in range(len(self._suspects)):
-            entry = self._suspects.popleft()
-            if isinstance(await self._take(entry), Postponed):
-                self._suspects.append(entry)
-        if not self._suspects:
-            self._clear.set()
+        for suspects in (self._suspects, self._old):
+            for _ in range(len(suspects)):
+                entry = suspects.popleft()
+                if isinstance(await self._take(entry), Postponed):
+                    suspects.append(entry)
+        self._open_if_over()

@@ -149,6 +149,9 @@ def sweep(shard: ShardKeys, owner: str, *, first: int, count: int, keeping: Keep
     return Call("sweep", (shard.waiting,), args)
 
 
+Refusal = Literal["lost", "duplicate", "ended", "suspect", "old suspect", "busy"]
+
+
 @dataclass(frozen=True, slots=True)
 class BeginReply:
     """Where a request stands that this engine now owns. Times are ms of the server's clock. `alone`: nothing is to run
@@ -165,7 +168,9 @@ class BeginReply:
     alone: int = 0
 
     @classmethod
-    def read(cls, reply: list[bytes]) -> BeginReply | Literal["lost", "duplicate", "ended", "suspect", "busy"]:
+    def read(cls, reply: list[bytes]) -> BeginReply | Refusal:
+        if reply == [b"suspect", b"1"]:
+            return "old suspect"
         if reply[0] != b"ok":
             return reply[0].decode()  # type: ignore[return-value]
         attempt, released, seq, seed, created, deadline, now = (int(number) for number in reply[1:8])

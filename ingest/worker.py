@@ -281,10 +281,10 @@ class Worker:
     def _postpone(self, entry: Entry, outcome: LiveRequest | Postponed | None) -> None:
         """Put an entry aside if it cannot be begun yet."""
         if isinstance(outcome, Postponed):
-            if outcome.reason == "suspect":
-                self._quarantine.add(entry)
-            else:
+            if outcome.reason == "busy":
                 self._lines.add(outcome.tenant, entry)
+            else:
+                self._quarantine.add(entry, old=outcome.reason == "old suspect")
 
     async def _promote(self) -> None:
         """Begin entries of tenants that had as many requests running as they may."""

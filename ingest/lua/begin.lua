@@ -6,7 +6,7 @@
 --      which it may go on unwatched or empty (of a request without a record), 15 callback (same; JSON or empty)
 -- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel, alone}
 --         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed,
---         {"suspect"}: it may have ended its last engine, and has to run alone
+--         {"suspect", "0"}: it may have ended its last engine, and has to run alone; "1": it may have ended several
 --         {"busy"}: as many requests of its tenant run as may
 local now = server_ms()
 local entry, owner, grace = ARGV[2], ARGV[3], tonumber(ARGV[9])
@@ -59,7 +59,9 @@ if state ~= 'running' or record[4] ~= owner then
     local burnt = tonumber(record[7]) - tonumber(record[11])
     if state == 'running' and not burns then burnt = burnt - 1 end
     local runs = not is_over and burnt < tonumber(ARGV[11])
-    if alone ~= '' and ARGV[12] ~= '1' and runs then return {'suspect'} end
+    if alone ~= '' and ARGV[12] ~= '1' and runs then
+      return {'suspect', (alone == '2' or burnt > 1) and '1' or '0'}
+    end
     if state == 'running' and not burns then redis.call('HINCRBY', KEYS[1], 'released', 1) end
     redis.call('HSET', KEYS[1], 'alone', alone, 'crashes', crashes)
   end

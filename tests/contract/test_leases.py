@@ -144,6 +144,46 @@ def test_a_request_that_ends_its_engine_is_found_among_healthy_ones(
     play(scenario())
 
 
+def test_many_that_died_together_are_soon_back_in_one_batch(
+    play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
+) -> None:
+    """Nobody had a token, so all are suspects: they begin one by one and go on together."""
+    config = queue_config.replace(retry_delay_ms=0)
+
+    async def scenario() -> None:
+        dying, heir = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
+        steps = Steps(dying)
+        steps.go.clear()
+        task = asyncio.create_task(Worker(dying, config).run())
+        names = [f"r{number}" for number in range(16)]
+        for number, name in enumerate(names):
+            await outside.add(name, {**prompt(number), "max_tokens": 100})
+        async with asyncio.timeout(10):
+            while [await outside.redis.hget(f"{TAG}:req:{name}", "state") for name in names] != [b"running"] * 16:
+                await asyncio.sleep(0.01)
+        dying._parts.core.step = None  # type: ignore[method-assign,assignment]  # the next step fails
+        steps.step = None
+        steps.go.set()
+        with pytest.raises(EngineDeadError):
+            await task
+        await dying.stop()
+        worker = Worker(heir, config)
+        serving = asyncio.create_task(worker.run())
+        most = 0
+        while not any(item["type"] == "done" for item in await outside.events("r15")):
+            most = max(most, worker.num_live)
+            await asyncio.sleep(0.002)
+        assert most >= 4, "they ran one after the other"
+        for name in names:
+            assert (await outside.done(name))["state"] == "completed"
+        worker.stop()
+        await serving
+        await heir.stop()
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
 def test_a_hung_engine_loses_its_requests_and_drops_them_when_it_wakes(
     play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
 ) -> None:

@@ -32,7 +32,6 @@ class Ward:
         return None if entry in self.over else Postponed("suspect", "default")
 
     async def run_alone(self, entry: Entry) -> None:
-        assert self.running == 0
         self.alone.append(entry)
         await self.cleared.wait()
         self.cleared.clear()
@@ -51,24 +50,35 @@ class Ward:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-def test_suspects_run_one_by_one_and_nothing_beside_them(run: Any) -> None:
+def test_suspects_begin_one_by_one_and_nothing_else_beside_them(run: Any) -> None:
     async def scenario() -> None:
         ward = Ward()
         await ward.pass_by()
-        ward.quarantine.add(entry(1))
-        ward.quarantine.add(entry(2))
+        ward.quarantine.add(entry(4), old=True)
+        for number in (1, 2, 3):
+            ward.quarantine.add(entry(number))
         others = [asyncio.create_task(ward.pass_by()) for _ in range(3)]
         for _ in range(20):
             await asyncio.sleep(0)
         assert ward.alone == [] and ward.running == 1, "the running one is waited for, and nothing else begins"
         ward.running = 0
         ward.quarantine.notice()
-        for number in (1, 2):
+        # The next one begins when the one before is cleared, although that goes on.
+        for number in (1, 2, 3):
             await ward.until(lambda number=number: len(ward.alone) == number)
-            assert ward.running == 0 and not ward.quarantine.is_clear
+            assert not ward.quarantine.is_clear and ward.running == number - 1
+            ward.running += 1
             ward.cleared.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert ward.alone == [entry(1), entry(2), entry(3)], "an old suspect waits until nothing runs"
+        ward.running = 0
+        ward.quarantine.notice()
+        await ward.until(lambda: len(ward.alone) == 4)
+        assert not any(other.done() for other in others)
+        ward.cleared.set()
         await ward.until(lambda: all(other.done() for other in others))
-        assert ward.alone == [entry(1), entry(2)] and ward.running == 3 and ward.quarantine.is_clear
+        assert ward.alone[3] == entry(4) and ward.running == 3 and ward.quarantine.is_clear
         await ward.stop()
 
     run(scenario())

@@ -75,7 +75,7 @@ def test_who_is_there_at_every_death_runs_alone_although_it_has_tokens(on_queue:
             await engine.beat()
             (entry,) = await engine.reap()
             begun = await engine.begin(entry)
-            company = begun != "suspect"
+            company = begun != "old suspect"
             begun = await engine.begin(entry, alone=True)
             assert isinstance(begun, scripts.BeginReply)
             await engine.append(begun.attempt, begun.seq, [delta(begun.seq + 1)])
