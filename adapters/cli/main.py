@@ -24,6 +24,7 @@ _MODULES = {
     "watch": "client_commands",
     "cancel": "client_commands",
     "dlq": "dlq_command",
+    "batch": "batch_command",
     "webhooks": "webhooks_command",
     "hooks": "hooks_command",
     "bench": "bench",

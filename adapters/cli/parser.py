@@ -89,6 +89,7 @@ def make_parser() -> Parser:
     _serve(commands)
     _submit(commands)
     _watch(commands)
+    _batch(commands)
     _dlq(commands)
     _webhooks(commands)
     _bench(commands)
@@ -296,6 +297,18 @@ def _dlq(commands: Any) -> None:
         if name in ("list", "show"):
             action.add_argument("--json", action="store_true", help="one JSON object a line")
         _add_settings(action, "queue", "process")
+
+
+def _batch(commands: Any) -> None:
+    parser = _new(
+        commands, "batch", "a file of requests through the queue, answers in the same order; goes on after a crash"
+    )
+    parser.add_argument("file", metavar="FILE.jsonl", help="lines as OpenAI's batch files have them, or bare bodies")
+    parser.add_argument("--output", metavar="FILE", help="answers; default FILE.out.jsonl")
+    parser.add_argument("--errors", metavar="FILE", help="what could not be answered; default FILE.errors.jsonl")
+    parser.add_argument("--window", type=int, default=64, metavar="N", help="lines under way at one time (64)")
+    parser.add_argument("--model", metavar="NAME", help="instead of the model that the lines name")
+    _add_settings(parser, "queue", "process")
 
 
 def _webhooks(commands: Any) -> None:

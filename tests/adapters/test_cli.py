@@ -13,7 +13,7 @@ from tests.adapters.processes import environment, pagemill
 
 COMMANDS = (
     *("demo", "serve", "engine", "gateway", "submit", "watch", "cancel"),
-    *("dlq", "webhooks", "hooks", "bench", "doctor", "config", "models"),
+    *("batch", "dlq", "webhooks", "hooks", "bench", "doctor", "config", "models"),
 )
 
 

@@ -7,7 +7,6 @@ import contextlib
 import pickle
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,47 +24,22 @@ from pagemill.adapters.jobs.generation import (
     request_id,
     with_deadline,
 )
-from pagemill.engine.async_engine import AsyncEngine
-from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import RequestError
 from pagemill.ingest.client import AsyncClient, Client, QueueUnavailableError, RequestFailed
-from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.records import Record
 from pagemill.ingest.results import refused_result
-from pagemill.ingest.worker import Worker
+from tests.adapters.job_engine import engine_at_work
 from tests.adapters.processes import environment
 
-ENGINE = EngineConfig(dtype="float32", max_model_len=512, num_blocks_override=100, max_num_seqs=4, threads=1)
 TAG = "pm:{jobs.0}"
 
 
 @pytest.fixture(scope="module")
 def url(valkey: EmbeddedServer) -> Iterator[str]:
     """The server with an engine at work on the queue "jobs", in a thread of this process."""
-    base = f"redis://127.0.0.1:{valkey.port}"
-    with redis.Redis.from_url(base) as cleaner:
-        cleaner.flushall()
-    started: Any = threading.Event()
-    running: dict[str, Any] = {}
-
-    async def serve() -> None:
-        engine = await AsyncEngine.create(ENGINE)
-        config = QueueConfig(redis_url=f"{base}/0", queue="jobs", poll_ms=50, block_ms=100, drain_timeout_s=1.0)
-        worker = Worker(engine, config)
-        running.update(loop=asyncio.get_running_loop(), worker=worker)
-        task = asyncio.create_task(worker.run())
-        await worker.ready.wait()
-        started.set()
-        await task
-        await engine.stop()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert started.wait(60)
-    yield base
-    running["loop"].call_soon_threadsafe(running["worker"].stop)
-    thread.join(30)
+    with engine_at_work(valkey, "jobs") as base:
+        yield base
 
 
 @pytest.fixture(scope="module")
