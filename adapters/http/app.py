@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from pagemill.adapters.http import batches, files, middleware, native, openai_routes, operations, responses
+from pagemill.adapters.http import (
+    batches,
+    files,
+    middleware,
+    native,
+    openai_routes,
+    openapi,
+    operations,
+    playground,
+    responses,
+)
 from pagemill.adapters.http.gateway import GATEWAY, Gateway
 
 
@@ -25,6 +35,8 @@ def make_app(gateway: Gateway) -> web.Application:
         "/v1/files/{id}/content": files.content,
         "/v1/batches": batches.list_batches,
         "/v1/batches/{id}": batches.show,
+        "/openapi.json": openapi.openapi,
+        "/playground.js": playground.script,
         "/healthz": operations.healthz,
         "/readyz": operations.readyz,
         "/metrics": operations.metrics,
@@ -40,6 +52,7 @@ def make_app(gateway: Gateway) -> web.Application:
         "/v1/requests": native.submit,
         "/v1/requests/{id}/cancel": native.cancel,
     }
+    app.router.add_get("/", playground.page)
     for path, get in gets.items():
         app.router.add_get(path, get)
         app.router.add_get(f"{path}/", get)

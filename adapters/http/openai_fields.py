@@ -23,16 +23,16 @@ _KINDS: dict[type, str] = {bool: "a boolean", int: "a number", float: "a number"
 _READ = frozenset(("model", "stream", "stream_options"))
 # Taken over as they are.
 _QUEUE_FIELDS = frozenset(("flush_ms", "token_ids", "cache_salt", "priority", "ttl_ms", "max_attempts", "metadata"))
-_PASSED = (frozenset(SAMPLING_FIELDS) | _QUEUE_FIELDS) - {"best_of"}
+PASSED = (frozenset(SAMPLING_FIELDS) | _QUEUE_FIELDS) - {"best_of"}
 # Hints: what they ask for is left to the server in OpenAI's words too.
-_HINTS = frozenset(
+HINTS = frozenset(
     (
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "service_tier"),
         *("parallel_tool_calls", "reasoning_effort", "verbosity", "prediction"),
     )
 )
 # Accepted at these values only.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
@@ -148,13 +148,13 @@ def _split(body: Mapping[str, Any], own: tuple[str, ...]) -> tuple[_Common, dict
     """What every route reads, and the fields that are taken over. `own`: names that the route reads itself."""
     fields: dict[str, Any] = {}
     for name, value in body.items():
-        if name not in own and not any(name in known for known in (_READ, _HINTS, _PASSED, _NEUTRAL)):
+        if name not in own and not any(name in known for known in (_READ, HINTS, PASSED, NEUTRAL)):
             raise invalid(f"unknown field {shown(name)}", name[:64])
         if value is None or name in own:
             continue
-        if name in _PASSED:
+        if name in PASSED:
             fields[name] = value
-        elif name in _NEUTRAL and not any(type(value) is type(item) and value == item for item in _NEUTRAL[name]):
+        elif name in NEUTRAL and not any(type(value) is type(item) and value == item for item in NEUTRAL[name]):
             raise invalid(f"{name} is not supported; leave it out", name)
     model = body.get("model")
     if model is not None and (not isinstance(model, str) or not 1 <= len(model) <= 256):

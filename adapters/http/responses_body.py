@@ -14,14 +14,14 @@ from pagemill.engine.errors import invalid
 from pagemill.engine.values import shown
 
 _PARTS = ("input_text", "output_text", "text")
-_HINTS = frozenset(
+HINTS = frozenset(
     (
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         *("service_tier", "parallel_tool_calls", "stream_options", "max_tool_calls", "store"),
     )
 )
 # Accepted at these values only.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -31,7 +31,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "include": ([],),
     "reasoning": ({},),
 }
-_PASSED = frozenset(
+PASSED = frozenset(
     (
         *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "logit_bias", "priority", "ttl_ms", "cache_salt", "max_attempts", "flush_ms"),
@@ -59,13 +59,13 @@ def read_response(body: Mapping[str, Any]) -> AskedResponse:
     """Raises `RequestError` naming the field."""
     fields: dict[str, Any] = {}
     for name, value in body.items():
-        if not any(name in known for known in (_OWN, _HINTS, _PASSED, _NEUTRAL)):
+        if not any(name in known for known in (_OWN, HINTS, PASSED, NEUTRAL)):
             raise invalid(f"unknown field {shown(name)}", name[:64])
         if value is None:
             continue
-        if name in _PASSED:
+        if name in PASSED:
             fields[name] = value
-        elif name in _NEUTRAL and not any(value == item for item in _NEUTRAL[name]):
+        elif name in NEUTRAL and not any(value == item for item in NEUTRAL[name]):
             raise invalid(f"{name} is not supported; leave it out", name)
     flags = {name: _flag(name, body.get(name)) for name in ("stream", "background")}
     store = body.get("store")
