@@ -54,8 +54,10 @@ def make_app(gateway: Gateway) -> web.Application:
     }
     app.router.add_get("/", playground.page)
     for path, get in gets.items():
-        app.router.add_get(path, get)
-        app.router.add_get(f"{path}/", get)
+        # A HEAD of a stream would wait for its end.
+        has_head = get not in (native.events, responses.show)
+        app.router.add_get(path, get, allow_head=has_head)
+        app.router.add_get(f"{path}/", get, allow_head=has_head)
     for path, post in posts.items():
         app.router.add_post(path, post)
         app.router.add_post(f"{path}/", post)

@@ -22,7 +22,9 @@ _KINDS: dict[type, str] = {bool: "a boolean", int: "a number", float: "a number"
 
 _READ = frozenset(("model", "stream", "stream_options"))
 # Taken over as they are.
-_QUEUE_FIELDS = frozenset(("flush_ms", "token_ids", "cache_salt", "priority", "ttl_ms", "max_attempts", "metadata"))
+_QUEUE_FIELDS = frozenset(
+    ("watch_ms", "flush_ms", "token_ids", "cache_salt", "priority", "ttl_ms", "max_attempts", "metadata")
+)
 PASSED = (frozenset(SAMPLING_FIELDS) | _QUEUE_FIELDS) - {"best_of"}
 # Hints: what they ask for is left to the server in OpenAI's words too.
 HINTS = frozenset(

@@ -110,6 +110,7 @@ COMMON: dict[str, Schema] = {
     "length_penalty": number(-10, 10),
     "early_stopping": {"enum": [True, False, "never", None]},
     "flush_ms": integer(0, 60_000),
+    "watch_ms": integer(1000, 3_600_000),
     "token_ids": BOOLEAN,
     "cache_salt": text(256),
     "priority": integer(0, 2),
@@ -232,7 +233,6 @@ REQUEST = closed(
         "logprobs": integer(0, MAX_LOGPROBS),
         "tenant": text(128, 1),
         "on_disconnect": {"enum": ["continue", "cancel", None]},
-        "watch_ms": integer(1000, 3_600_000),
         "callback": {"type": ["object", "null"]},
         "idempotency_key": KEY,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 from typing import Any
 
 import orjson
@@ -13,7 +12,7 @@ import pytest
 
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.ingest.config import QueueConfig
-from tests.adapters.http_gateway import ENDLESS, HI, Web, gateway
+from tests.adapters.http_gateway import ENDLESS, Web, gateway
 from tests.contract.conftest import STORY, Outside, serving
 
 
@@ -119,37 +118,6 @@ def test_silence_is_filled_with_comments(play: Any, queue_config: QueueConfig) -
         await outside.aclose()
 
     play(scenario())
-
-
-def test_a_client_that_reads_nothing_is_cut(tried: Any, engine: AsyncEngine) -> None:
-    """Its buffers full, it is cut after the bound, and what it asked for ends; others do not notice."""
-
-    async def scenario(web: Web) -> None:
-        chunk = {
-            "logprobs": True,
-            "top_logprobs": 20,
-            "n": 4,
-            "max_tokens": 80,
-            "ignore_eos": True,
-            "flush_ms": 0,
-            "stream": True,
-        }
-        body = orjson.dumps({"messages": HI, **chunk})
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", web.port))
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        other = await web.post("/v1/completions", {"prompt": "Hi", "max_tokens": 3})
-        assert other.status == 200
-        async with asyncio.timeout(40):
-            while web.process.gateway.metrics.slow_readers._value.get() == 0:
-                await asyncio.sleep(0.05)
-            while engine.num_live:
-                await asyncio.sleep(0.01)
-        sock.close()
-
-    tried(scenario, http_write_timeout_s=0.3)
 
 
 def test_leaving_tells_open_streams(tried: Any, engine: AsyncEngine) -> None:
