@@ -102,6 +102,8 @@ class Run:
                 "block_ms": 100,
                 "poll_ms": 50,
                 "drain_timeout_s": 0.3,
+                "result_ttl_s": 86_400,  # everything is looked at in the end
+                "replay_ttl_s": 86_400,
             }
             host = await stack.enter_async_context(EngineHost(self.folder / "model", self.folder, settings))
             direct = await stack.enter_async_context(plain_client(server.url))
