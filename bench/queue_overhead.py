@@ -1,7 +1,8 @@
 """What the queue costs: `python -m bench.queue_overhead [--only NAME] [--requests N] [--model NAME] [--json]`
 
 * `throughput`: tokens/s of the chat workload through the queue (server and client in processes of their own), over
-  tokens/s of the same engine called directly. Taken in turns, the medians compared.
+  tokens/s of the same engine called directly. Taken in turns, the medians compared. What the engine's process spends
+  of a core for each token is told as well, since other work on the machine disturbs it less.
 * `latency`: from `submit` to the step that computes the request's first token, on an idle engine, through the queue and
   directly; what the queue adds, ms.
 * `flush`: one flush of 32 running sequences, a delta each, over one bare pipeline of 32 XADD and 32 PUBLISH with the
@@ -102,18 +103,23 @@ async def throughput(args: argparse.Namespace, server: EmbeddedServer, folder: P
     )
     rates: dict[str, list[float]] = {"direct": [], "queue": []}
     await _directly(engine, 0, bodies[0] | {"max_tokens": 8})
+    cpu: dict[str, list[float]] = {"direct": [], "queue": []}
     for _ in range(args.rounds):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         tokens = sum(await asyncio.gather(*(_directly(engine, n, body) for n, body in enumerate(bodies))))
         rates["direct"].append(tokens / (time.perf_counter() - started))
+        cpu["direct"].append((time.process_time() - cpu_started) / tokens)
         async with _served(engine, server.url):
             command = (sys.executable, "-m", "bench.queue_overhead", "--send", server.url, str(folder / "bodies.json"))
+            cpu_started = time.process_time()
             client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
             output, _ = await client.communicate()
             rates["queue"].append(float(output))
+            cpu["queue"].append((time.process_time() - cpu_started) / tokens)
     await engine.stop()
     direct, queue = (statistics.median(rates[name]) for name in ("direct", "queue"))
-    return {"direct_tok_s": direct, "queue_tok_s": queue, "ratio": queue / direct}
+    spent = {f"{name}_cpu_ms_per_token": statistics.median(cpu[name]) * 1000 for name in cpu}
+    return {"direct_tok_s": direct, "queue_tok_s": queue, "ratio": queue / direct, **spent}
 
 
 class _Clocked:
