@@ -52,16 +52,14 @@ class _LoopThread:
 
         self.pid = os.getpid()
         self._closing = False
+        self._lock = threading.RLock()  # the garbage collector may call `close` in the middle of `_hand_over`
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pagemill-client", daemon=True)
         self._thread.start()
         self.client = self.run(make())
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        if self._loop.is_closed():
-            work.close()
-            raise RuntimeError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._hand_over(work)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -72,6 +70,13 @@ class _LoopThread:
             future.cancel()
             raise
 
+    def _hand_over(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        with self._lock:  # so that all that is handed over comes before the end
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RuntimeError("the client is closed")
+
     def close(self) -> None:
         # A forked child has the object but not the thread, and its parent still uses the connections.
         if self._loop.is_closed() or self.pid != os.getpid():
@@ -79,8 +84,12 @@ class _LoopThread:
         if threading.current_thread() is self._thread:  # the garbage collector may run anywhere
             self._loop.stop()
             return
-        self._closing = True
-        self.run(self._end())
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        ended.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
