@@ -203,6 +203,10 @@ class Run:
                     await asyncio.sleep(rng.uniform(0, 0.3))
                     await producers.cancel(sent, rng)
             self.ended += 1
+        except BaseExceptionGroup as error:
+            for violation in violations(error):  # at once: unwinding may take its time
+                print(violation, file=sys.stderr)
+            raise
         except TimeoutError as error:
             raise Violation(name, f"it has not ended after {self.plan.patience_s:g} s") from error
 
