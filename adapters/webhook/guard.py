@@ -192,9 +192,7 @@ class Guard:
 
     async def _system_lookup(self, host: str, port: int) -> Sequence[str]:
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(
-            self._pool, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
-        )
+        found = await loop.run_in_executor(self._pool, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         return list(dict.fromkeys(str(place[0]) for *_, place in found))
 
 

@@ -207,11 +207,12 @@ def test_several_senders_share_the_work(run: Any, queue_config: QueueConfig, sec
     async def scenario() -> None:
         config = settings(webhook_endpoint_concurrency=8)
         await_all = 60
+        queue = queue_config.replace(shards=3)
         async with receiving() as receiver:
-            await put(queue_config, receiver.url, count=await_all)
+            await put(queue, receiver.url, count=await_all)
             async with (
-                dispatching(queue_config, config, secrets) as first,
-                dispatching(queue_config, config, secrets) as second,
+                dispatching(queue, config, secrets) as first,
+                dispatching(queue, config, secrets) as second,
             ):
                 await receiver.wait_for(await_all)
             assert len({headers["webhook-id"] for _, headers, _ in receiver.seen}) == len(receiver.seen) == await_all

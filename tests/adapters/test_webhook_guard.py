@@ -136,6 +136,8 @@ def test_no_hostile_url_is_reached(run: Any) -> None:
                 for url in HOSTILE:
                     outcome = await sender.send(url.format(P=port), "msg_1", b"{}", [b"k" * 32])
                     assert outcome.blocked and outcome.error, (url, outcome)
+            async with Sender(config) as sender:  # with the system's own look-up
+                assert (await sender.send(f"https://localhost:{port}/", "msg_1", b"{}", [b"k" * 32])).blocked
             assert reached == []
             # The same server with its address allowed: the listener would have noticed.
             allowed = WebhookConfig(webhook_timeout_s=2.0, webhook_allow="127.0.0.0/8")
