@@ -108,16 +108,12 @@ def settle(
     delay_ms: int = 0,
     status: int | None = None,
     error: str = "",
-    off: str = "",
 ) -> scripts.Call:
-    """Write what became of a leased delivery. `off`: a reason to send nothing to its URL any more."""
+    """Write what became of a leased delivery."""
     shard = delivery.shard
-    keys = (
-        *(shard.hooks_due, shard.hook(delivery.delivery_id), shard.hooks_dead, shard.hooks_off),
-        shard.statistics,
-    )
+    keys = (shard.hooks_due, shard.hook(delivery.delivery_id), shard.hooks_dead, shard.statistics)
     told = "" if status is None else status
-    return scripts.Call("hook_settle", keys, (delivery.delivery_id, lease, state, delay_ms, told, error[:500], off))
+    return scripts.Call("hook_settle", keys, (delivery.delivery_id, lease, state, delay_ms, told, error[:500]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,12 +147,14 @@ class Dispatcher:
         finally:
             now = time.monotonic()
             endpoint.end(now, now - begun, failed)
-        call = self._verdict(delivery, lease, outcome)
-        await self._insist(call, delivery)
-        if outcome.is_delivered:
-            self.delivered += 1
-        elif outcome.status == GONE:
-            await self._deliveries.disable(delivery.url, "410 gone", int(time.time() * 1000))
+        if outcome.status == GONE:
+            try:
+                await self._deliveries.disable(delivery.url, "410 gone", int(time.time() * 1000))
+            except (RedisError, OSError) as error:
+                _log.warning("a URL could not be turned off", url=delivery.url, reason=str(error))
+                return  # the lease runs out, and the receiver says so again
+        await self._insist(self._verdict(delivery, lease, outcome), delivery)
+        self.delivered += outcome.is_delivered
 
     def _verdict(self, delivery: Delivery, lease: str, outcome: Try) -> scripts.Call:
         status, error = outcome.status, outcome.error
@@ -164,7 +166,7 @@ class Dispatcher:
             return settle(delivery, lease, "blocked", error=error)
         if status == GONE:
             log.warning("webhook's receiver is gone, nothing is sent there any more", url=delivery.url)
-            return settle(delivery, lease, "dead", status=status, error=error, off="410 gone")
+            return settle(delivery, lease, "dead", status=status, error=error)
         delay_s = next_delay_s(self._config.delays, delivery.tries + 1, outcome.retry_after_s)
         if delay_s is None:
             log.warning("webhook given up", tries=delivery.tries + 1)

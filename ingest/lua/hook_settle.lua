@@ -1,10 +1,10 @@
 -- Writes what became of a leased delivery. Fenced by the lease; repeating the call changes nothing.
--- KEYS 1 deliveries by due time, 2 the delivery, 3 dead letters, 4 URLs that are off, 5 statistics
+-- KEYS 1 deliveries by due time, 2 the delivery, 3 dead letters, 4 statistics
 -- ARGV 1 delivery id, 2 lease, 3 state: "delivered", "retrying" (tried, and due again), "later" (not tried, due again: its
 --      state stays), or one that is final: "dead" "blocked" "disabled", 4 ms until it is due again, 5 HTTP status or empty,
---      6 what went wrong or empty, 7 reason to send nothing to this URL any more, or empty
+--      6 what went wrong or empty
 -- Replies "ok", or "lost": the lease is another sender's
-local DELIVERED_TTL_MS, OFF_TTL_MS = 3600000, 7776000000
+local DELIVERED_TTL_MS = 3600000
 if redis.call('HGET', KEYS[2], 'lease') ~= ARGV[2] then return redis.status_reply('lost') end
 local now, state = server_ms(), ARGV[3]
 
@@ -15,16 +15,12 @@ if state == 'later' then
 end
 redis.call('HSET', KEYS[2], 'state', state, 'status', ARGV[5], 'error', ARGV[6], 'last', now)
 if state == 'delivered' or state == 'retrying' or state == 'dead' then redis.call('HINCRBY', KEYS[2], 'tries', 1) end
-if ARGV[7] ~= '' then
-  redis.call('HSET', KEYS[4], redis.call('HGET', KEYS[2], 'url'), now .. ' ' .. ARGV[7])
-  redis.call('PEXPIRE', KEYS[4], OFF_TTL_MS)
-end
 if state == 'retrying' then
   redis.call('ZADD', KEYS[1], now + tonumber(ARGV[4]), ARGV[1])
   return redis.status_reply('ok')
 end
 redis.call('ZREM', KEYS[1], ARGV[1])
-redis.call('HINCRBY', KEYS[5], 'hooks_' .. state, 1)
+redis.call('HINCRBY', KEYS[4], 'hooks_' .. state, 1)
 if state == 'delivered' then
   redis.call('HDEL', KEYS[2], 'data')
   redis.call('PEXPIRE', KEYS[2], DELIVERED_TTL_MS)
