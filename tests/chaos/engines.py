@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -27,7 +28,8 @@ class EngineProcess:
 
     def signal(self, number: int) -> None:
         if self.status is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the host is about to say so
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.asked_to_end = True
