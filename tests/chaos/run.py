@@ -32,6 +32,7 @@ from tests.chaos.reading import Fold, Manner, Violation, plain_client, read
 QUEUE = "chaos"
 TAG = f"pm:{{{QUEUE}.0}}"
 HEARTBEAT_TIMEOUT_S = 1.5
+KEPT = {"result_ttl_s": 86_400, "replay_ttl_s": 86_400}  # everything is looked at in the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Plan:
 
     requests: int = 10_000
     seed: int = 1
-    duration_s: float = 900.0
+    duration_s: float = 3600.0
     engines: int = 3
     in_flight: int = 192
     bodies: int = 300
@@ -102,8 +103,7 @@ class Run:
                 "block_ms": 100,
                 "poll_ms": 50,
                 "drain_timeout_s": 0.3,
-                "result_ttl_s": 86_400,  # everything is looked at in the end
-                "replay_ttl_s": 86_400,
+                **KEPT,
             }
             host = await stack.enter_async_context(EngineHost(self.folder / "model", self.folder, settings))
             direct = await stack.enter_async_context(plain_client(server.url))
@@ -144,8 +144,8 @@ class Run:
         plan = self.plan
         seats = asyncio.Semaphore(plan.in_flight)
         until = time.monotonic() + plan.duration_s
-        clients = [AsyncClient(url, queue=QUEUE, watchdog_s=1.0, patience_s=None) for _ in range(4)]
-        thread_client = Client(url, queue=QUEUE, watchdog_s=1.0, patience_s=None)
+        clients = [AsyncClient(url, queue=QUEUE, watchdog_s=1.0, patience_s=None, **KEPT) for _ in range(4)]
+        thread_client = Client(url, queue=QUEUE, watchdog_s=1.0, patience_s=None, **KEPT)
         # Threads of their own: those of the loop are wanted for starting the server again.
         threads = ThreadPoolExecutor(plan.in_flight, thread_name_prefix="reader")
         async with contextlib.AsyncExitStack() as stack:
