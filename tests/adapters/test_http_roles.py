@@ -22,6 +22,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.ingest.config import QueueConfig
 from tests.adapters.http_gateway import ENDLESS, HI, Web, gateway
 from tests.adapters.processes import environment, pagemill
+from tests.chaos import servers
 from tests.contract.conftest import Outside, serving
 
 
@@ -50,18 +51,18 @@ def test_a_gateway_that_is_killed_leaves_nothing_running(
         outside = Outside(queue_config.redis_url)
         (killed, url), (told, other) = await asyncio.gather(begun(), begun())
         async with serving(engine, queue_config), aiohttp.ClientSession() as session:
-            body = {**ENDLESS, "max_tokens": 480, "stream": True, "watch_ms": 1000}
+            body = {**ENDLESS, "stream": True, "watch_ms": 1000}
             async with session.post(f"{url}/v1/completions", json=body) as answer:
-                await answer.content.readuntil(b"\n\n")
+                assert answer.status == 200
+                first = await answer.content.readuntil(b"\n\n")
                 killed.kill()
                 text = b""
                 with contextlib.suppress(aiohttp.ClientError):
                     while more := await answer.content.readany():
                         text += more
                 assert b"[DONE]" not in text, text
-            async with asyncio.timeout(15):
-                while engine.num_live:
-                    await asyncio.sleep(0.01)
+            name = orjson.loads(first.removeprefix(b"data: "))["id"].removeprefix("cmpl-")
+            assert (await outside.done(name, timeout=20))["state"] == "cancelled"
             async with session.post(f"{other}/v1/chat/completions", json={"messages": HI, "max_tokens": 2}) as answer:
                 assert answer.status == 200
             told.send_signal(signal.SIGTERM)
@@ -89,6 +90,37 @@ def test_models_lead_to_their_queues(play: Any, engine: AsyncEngine, queue_confi
             assert (await web.get("/readyz")).json["queues"] == ["default"]
 
     play(scenario())
+
+
+def test_on_a_cluster(play: Any, engine: AsyncEngine) -> None:
+    """Everything that the gateway keeps lies on some shard, and it asks each shard at its own node."""
+
+    async def scenario(nodes: list[Any]) -> None:
+        queue = QueueConfig(redis_url=f"redis+cluster://127.0.0.1:{nodes[0].port}", shards=4, block_ms=100)
+        async with serving(engine, queue), gateway(queue) as web:
+            assert (await web.get("/readyz")).status == 200
+            made = await web.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "background": True})
+            async with asyncio.timeout(30):
+                while (await web.get(f"/v1/responses/{made.json['id']}")).json["status"] in ("queued", "in_progress"):
+                    await asyncio.sleep(0.02)
+            body = {"messages": HI, "max_tokens": 2}
+            lines = [
+                {"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body} for n in range(5)
+            ]
+            async with web.openai() as client:
+                file = await client.files.create(file=("in", b"\n".join(map(orjson.dumps, lines))), purpose="batch")
+                batch = await client.batches.create(
+                    input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+                )
+                async with asyncio.timeout(30):
+                    while (batch := await client.batches.retrieve(batch.id)).status != "completed":
+                        await asyncio.sleep(0.05)
+                assert len((await client.files.content(batch.output_file_id or "")).text.splitlines()) == 5
+            text = (await web.get("/metrics")).text
+            assert 'pagemill_queue_events_total{event="completed",queue="default"} 6.0' in text
+
+    with servers.cluster() as nodes:
+        play(scenario(nodes))
 
 
 def test_a_crowd_of_which_some_read_nothing(tried: Any, engine: AsyncEngine) -> None:
