@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
+from openai import OpenAI
 from standardwebhooks import Webhook, WebhookVerificationError
 
 from pagemill.adapters.webhook import endpoint as endpoint_module
@@ -56,6 +57,7 @@ def test_deliveries_verify_with_every_active_secret(run: Any, queue_config: Queu
         headers, body = by_request["r0"]
         for secret in (old, new):
             message = Webhook(secret).verify(body, headers)
+            OpenAI(api_key="-").webhooks.verify_signature(body, headers, secret=secret)
         assert message["type"] == "request.cancelled" and message["data"]["metadata"] == {"n": "0"}
         at = datetime.fromisoformat(message["timestamp"])
         assert abs((at - datetime.now(UTC)).total_seconds()) < 60
