@@ -20,6 +20,7 @@ from pagemill.ingest.redis import Client
 
 TTL_MS = 604_800_000
 PAGE = 100
+MAX_OFF = 10_000  # URLs that receivers may turn off by themselves
 
 State = Literal["delivered", "retrying", "later", "dead", "blocked", "disabled"]
 
@@ -205,11 +206,15 @@ class Deliveries:
             found |= {url.decode(): why.decode() for url, why in off.items()}
         return found
 
-    async def disable(self, url: str, reason: str, now_ms: int) -> None:
-        """Send nothing to `url` any more; what is due for it, or comes, is put among the dead ones."""
+    async def disable(self, url: str, reason: str, now_ms: int, *, limit: int | None = None) -> bool:
+        """Send nothing to `url` any more; what is due for it, or comes, is put among the dead ones. False: there are
+        `limit` such URLs already, and this one is not added."""
         for shard in self._shards:
+            if limit is not None and await self._client.hlen(shard.hooks_off) >= limit:
+                return False
             await self._client.hset(shard.hooks_off, url, f"{now_ms} {reason}")
             await self._client.pexpire(shard.hooks_off, 90 * 86_400_000)
+        return True
 
     async def enable(self, url: str) -> None:
         """Send to `url` again. Raises `RequestError` where it is not disabled."""

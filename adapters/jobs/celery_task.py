@@ -12,6 +12,7 @@ The deadline is the task's soft time limit, else its hard one. Progress goes to 
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
 from pagemill.adapters.jobs.generation import (
     OnDelta,
@@ -39,15 +40,18 @@ def generate(
     """
     from celery.exceptions import SoftTimeLimitExceeded
 
+    # Called as a plain function a task has no id: that is a generation of its own.
+    task_id = task.request.id
+
     def report(progress: Progress) -> None:
         task.update_state(state="PROGRESS", meta={"text": progress.text, "tokens": progress.tokens})
 
     return generate_in_thread(
         client,
-        key_of(task.request.id),
+        key_of(task_id or f"direct:{uuid4()}"),
         with_deadline({"prompt": prompt, **body}, _limit_s(task)),
         on_delta=on_delta,
-        on_progress=None if progress_s is None else report,
+        on_progress=None if progress_s is None or task_id is None else report,
         progress_s=progress_s or 0.0,
         cancels=(SoftTimeLimitExceeded,),
     )

@@ -23,7 +23,7 @@ from pagemill.adapters.webhook.secret_store import SecretStore
 from pagemill.adapters.webhook.sender import GONE, Sender, Try
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
-from pagemill.ingest.deliveries import Claimed, Deliveries, Delivery, claim, settle
+from pagemill.ingest.deliveries import MAX_OFF, Claimed, Deliveries, Delivery, claim, settle
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
 
@@ -149,7 +149,7 @@ class Dispatcher:
             endpoint.end(now, now - begun, failed)
         if outcome.status == GONE:
             try:
-                await self._deliveries.disable(delivery.url, "410 gone", int(time.time() * 1000))
+                await self._deliveries.disable(delivery.url, "410 gone", int(time.time() * 1000), limit=MAX_OFF)
             except (RedisError, OSError) as error:
                 _log.warning("a URL could not be turned off", url=delivery.url, reason=str(error))
                 return  # the lease runs out, and the receiver says so again

@@ -93,6 +93,10 @@ def test_a_lease_is_one_senders(on_queue: Callable[[Callable[[Client], Coroutine
         await deliveries.retry(letter)  # told twice
         (pending,) = [item async for item in deliveries.pending()]
         assert (pending.state, pending.tries) == ("waiting", 0) and pending.since >= pending.created
+        assert await deliveries.disable("https://example.com/1", "410 gone", 1, limit=1)
+        assert not await deliveries.disable("https://example.com/2", "410 gone", 1, limit=1)
+        assert await deliveries.disable("https://example.com/3", "by hand", 1)
+        assert set(await deliveries.disabled()) == {"https://example.com/1", "https://example.com/3"}
         await client.unlink(SHARD.hook(delivery.delivery_id))
         assert (await leased(client, "gone", 60_000)).deliveries == [] and await client.zcard(SHARD.hooks_due) == 0
 

@@ -159,6 +159,12 @@ def test_celery(tasks: Any, url: str, story: str, tmp_path: Path) -> None:
         log.close()
 
 
+def test_a_celery_task_that_is_called_directly_has_no_id(tasks: Any, url: str, story: str) -> None:
+    before = submitted(url)
+    texts = [celery_task.generate(tasks.celery_long, tasks.client, **tasks.SHORT).text for _ in range(2)]
+    assert texts == [story, story] and submitted(url) == before + 2
+
+
 def test_rq(tasks: Any, url: str, story: str, tmp_path: Path) -> None:
     from rq import Queue, Retry, SimpleWorker
 
