@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 from typing import Any
 
 import orjson
 import pytest
+import structlog
 
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.ingest.config import QueueConfig
@@ -143,6 +145,14 @@ def test_leaving_tells_open_streams(tried: Any, engine: AsyncEngine) -> None:
 
 
 def test_what_an_operator_sees(play: Any, engine: AsyncEngine, queue_config: QueueConfig, capsys: Any) -> None:
+    # Other tests of the process may have set logging up in a way that leaves these lines out.
+    before = structlog.get_config()
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, structlog.processors.KeyValueRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(),
+    )
+
     async def scenario() -> None:
         async with gateway(queue_config) as web:
             assert (await web.get("/healthz")).json == {"status": "ok"}
@@ -166,7 +176,10 @@ def test_what_an_operator_sees(play: Any, engine: AsyncEngine, queue_config: Que
         (line,) = [line for line in (printed.out + printed.err).splitlines() if "my-trace-7" in line]
         assert "tenant" in line and "generation" in line and "/v1/completions" in line
 
-    play(scenario())
+    try:
+        play(scenario())
+    finally:
+        structlog.configure(**before)
 
 
 def test_many_streams_share_one_subscription(tried: Any, queue_config: QueueConfig) -> None:

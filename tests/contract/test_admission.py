@@ -60,8 +60,10 @@ def test_who_waits_behind_a_full_engine_is_answered_in_time(
             # The place is free again, for a request that cannot wait long.
             await outside.add("brief", {**STORY, "ttl_ms": 300})
             done = await outside.done("brief", timeout=5)
-            assert (done["state"], done["error"]["code"]) == ("expired", "deadline_exceeded")
-            assert done["metrics"]["attempts"] == 0 and done["metrics"]["queue_ms"] >= 300
+            # Where the machine is slow the engine says at once that it cannot be.
+            ends = {"expired": "deadline_exceeded", "rejected": "deadline_unreachable"}
+            assert ends[done["state"]] == done["error"]["code"] and done["metrics"]["attempts"] == 0
+            assert done["state"] == "rejected" or done["metrics"]["queue_ms"] >= 300
             assert (await outside.events("hog"))[-1]["type"] == "delta", "the engine was not full all the time"
             await clear(outside)
             for number in (1, 2):
