@@ -89,7 +89,8 @@ async def events(request: web.Request) -> web.StreamResponse:
     after = _after(request)
     client, record = await gateway.queues.locate(request_id, tenant_of(request))
     if after > record.seq:
-        raise invalid(f"after is {after}, and the request has {record.seq} events", "after")
+        message = f"after is {after}, and the request has {record.seq} events; read from the start"
+        raise ApiError(410, message, param="after", code="request_lost")
     if record.has_ended and after == record.seq:
         return web.Response(status=204)
     subscription = await client.follow(request_id, after=after, expected=True)

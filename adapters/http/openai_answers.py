@@ -49,6 +49,7 @@ class Answer:
         self._created = created_ms // 1000
         self._model = asked.model or ""
         self._begun: set[int] = set()
+        self._ended: set[int] = set()
         self._usages: dict[int, Mapping[str, int]] = {}
 
     def whole(self, results: Sequence[Result], model: str | None) -> dict[str, Any]:
@@ -71,9 +72,12 @@ class Answer:
         if kind == "delta":
             return self._delta(number, number * self.asked.n + event["index"], event)
         if kind == "choice":
-            if event["finish_reason"] not in ("stop", "length"):
+            index = number * self.asked.n + event["index"]
+            # Told a second time where the stream was read anew after a server's failover.
+            if event["finish_reason"] not in ("stop", "length") or index in self._ended:
                 return []
-            return [self._chunk(self._end(number * self.asked.n + event["index"], event))]
+            self._ended.add(index)
+            return [self._chunk(self._end(index, event))]
         if kind == "rewind":
             raise RequestError("engine_error", "after an engine failed, the text could not be continued as it was sent")
         if kind == "done":

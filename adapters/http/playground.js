@@ -68,6 +68,10 @@ async function follow() {
         show("ended", false);
         return;
       }
+      if (answer.status === 410 && kept("last") !== "0") {
+        keep("last", "0"); // what was read is not there any more: from the start
+        continue;
+      }
       if (!answer.ok && answer.status !== 503) {
         show(await problem(answer), false);
         return;
@@ -101,17 +105,22 @@ async function readEvents(body) {
   }
 }
 
-// Takes one event; true at the last.
+// Takes one event; true at the last. A delta says behind which character it goes, so taking one twice does no harm.
 function take(event) {
   if (event.error && !event.type) return false;
-  if (event.seq !== Number(kept("last")) + 1) return false;
-  if (event.type === "delta") keep("text", kept("text") + event.text);
+  if (event.type === "delta") keep("text", begin(kept("text"), event.text_offset) + event.text);
+  if (event.type === "rewind") keep("text", begin(kept("text"), event.to_text_offset));
   keep("last", String(event.seq));
   part("answer").textContent = kept("text");
   if (event.type !== "done") return false;
   const count = event.usage ? event.usage.completion_tokens : 0;
   show(event.state === "completed" ? `${count} tokens` : (event.error || {}).message || event.state, false);
   return true;
+}
+
+// The first characters of a text, counted as the protocol does: by code points.
+function begin(text, count) {
+  return Array.from(text).slice(0, count).join("");
 }
 
 async function cancel() {

@@ -144,6 +144,9 @@ async def _stream(
                         raise ApiError(410, "the response's events have expired; get it whole", code="request_lost")
                     if event["type"] == "done" and event["state"] == "rejected" and not sse.is_open:
                         raise _refused(event)
+                    if event["type"] == "rewind":
+                        message = "after a failure the text could not be continued as it was sent; get it whole"
+                        raise RequestError("engine_error", message)
                     for item in (*pending, *fold.add(event)):
                         if item["sequence_number"] > after:
                             await sse.event(item["type"], item)

@@ -120,16 +120,13 @@ class ResponseFold:
         if kind == "delta" and event["text"]:
             self._text.append(event["text"])
             found.append(self._in_part("response.output_text.delta", delta=event["text"], logprobs=[]))
-        elif kind == "choice":
+        elif kind == "choice" and self._finish_reason is None:
             self._finish_reason = event["finish_reason"]
             text, is_whole = "".join(self._text), event["finish_reason"] == "stop"
             found.append(self._in_part("response.output_text.done", text=text, logprobs=[]))
             found.append(self._in_part("response.content_part.done", part=_part(text)))
             item = _item(self._id, text, "completed" if is_whole else "incomplete")
             found.append(self._event("response.output_item.done", output_index=0, item=item))
-        elif kind == "rewind":
-            message = "after an engine failed, the text could not be continued as it was sent"
-            found.append(self._event("error", code="server_error", message=message, param=None))
         elif kind == "done":
             text_or_none = "".join(self._text) if self._has_item else None
             response = ended_response(self._id, self._note, event, text_or_none, self._finish_reason)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,14 @@ def test_the_log_of_a_role_is_json_where_nobody_watches(served: Served) -> None:
     entries = [json.loads(line) for line in served.errors if line.startswith("{")]
     assert any(entry["event"] == "embedded server started" for entry in entries)
     assert all({"event", "level", "timestamp"} <= set(entry) for entry in entries)
+
+
+def test_serve_has_a_gateway(served: Served) -> None:
+    (line,) = [line for line in served.lines if line.startswith("OpenAI's API at http://127.0.0.1:")]
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
+    asked = urllib.request.Request(f"{line.split()[-1]}/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == 2
 
 
 def test_submit_prints_the_text_and_nothing_else(served: Served) -> None:
