@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -86,7 +87,11 @@ def test_the_log_of_a_role_is_json_where_nobody_watches(served: Served) -> None:
 
 
 def test_serve_has_a_gateway(served: Served) -> None:
-    (line,) = [line for line in served.lines if line.startswith("OpenAI's API at http://127.0.0.1:")]
+    until = time.monotonic() + 10
+    while not (lines := [line for line in served.lines if line.startswith("OpenAI's API at http://127.0.0.1:")]):
+        assert time.monotonic() < until, served.lines  # the thread that reads has the line before it only
+        threading.Event().wait(0.01)
+    (line,) = lines
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
     asked = urllib.request.Request(f"{line.split()[-1]}/chat/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
