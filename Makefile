@@ -38,7 +38,7 @@ serve: $(STAMP)  ## an engine on an embedded queue, until Ctrl-C
 	$(PY) -m pagemill serve
 
 test: $(STAMP)  ## the test suite
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMP)  ## formatting, lint and types
 	$(PY) -m ruff format --check .
