@@ -86,7 +86,7 @@ def test_two_engines_share_a_stream_and_one_leaves(
                 owners.add(await outside.redis.hget(f"{outside.tag}:req:r{number}", "owner"))
             assert len(owners) == 2 and worker.owner.encode() in owners
             # The process finishes for half a second only: what it still runs then has to be handed over.
-            body = {**STORY, "max_tokens": 30, "max_attempts": 1}
+            body = {**STORY, "max_tokens": 90, "max_attempts": 1}
             for number in range(4):
                 await outside.add(f"s{number}", body)
             for number in range(4):
