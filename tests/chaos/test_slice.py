@@ -15,5 +15,4 @@ def test_every_request_is_answered_once_whatever_breaks() -> None:
     outcome = asyncio.run(run_chaos(plan))
     assert len(outcome.requests) > 20
     assert outcome.rows["ended"]["completed"] > 10
-    # How many fit in depends on the machine; with none of them the run would say nothing.
-    assert outcome.rows["faults"].total() > 2
+    assert outcome.rows["faults"].total() > 5
