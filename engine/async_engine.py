@@ -79,6 +79,7 @@ class AsyncEngine:
         self._inbox: deque[_Submission | _Abort] = deque()
         self._stopping = False
         self._statistics = parts.core.scheduler.statistics()
+        self._output_tokens = 0
         self._turns = 0
         self._asleep = False
         self._failure: EngineDeadError | None = None
@@ -207,6 +208,15 @@ class AsyncEngine:
         return self._statistics
 
     @property
+    def output_tokens(self) -> int:
+        """Tokens generated since the start."""
+        return self._output_tokens
+
+    def pool_map(self, cells: int) -> tuple[str, str]:
+        """See `BlockPool.map`."""
+        return self._core.scheduler.cache.pool.map(cells)
+
+    @property
     def pulse(self) -> tuple[int, bool]:
         """How many turns the step loop has made, and whether it sleeps because there is nothing to do. A loop that is
         awake and makes no turn hangs in a step."""
@@ -294,6 +304,7 @@ class AsyncEngine:
             live = self._live.get(output.request_id)
             if live is None:
                 continue
+            self._output_tokens += len(output.token_ids)
             if live.waits and (output.started or output.final):
                 live.waits = False
                 self._pending_blocks -= live.blocks

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 NULL_BLOCK = 0
+MAP_SAMPLES = 16
 
 
 class KVCacheBlock:
@@ -222,6 +223,24 @@ class BlockPool:
             cached=len(self._by_hash) - self._cached_in_use,
             evicted=self._evicted,
         )
+
+    def map(self, cells: int) -> tuple[str, str]:
+        """The pool as a picture: for each of up to `cells` runs of blocks a digit from 0, none of it is held, to 9, all
+        of it; and in a second text the same for blocks whose content can be found. Looks at about `MAP_SAMPLES` blocks
+        of a run. Beside the thread that owns the pool it may be called for a picture of a moment that never quite was.
+        """
+        width = -(-self.num_usable // cells)
+        stride = max(1, width // MAP_SAMPLES)
+        held: list[str] = []
+        known: list[str] = []
+        for first in range(1, len(self.blocks), width):
+            run = self.blocks[first : first + width : stride]
+            for digits, count in (
+                (held, sum(block.ref_count > 0 for block in run)),
+                (known, sum(block.block_hash is not None for block in run)),
+            ):
+                digits.append(str(-(-9 * count // len(run))))
+        return "".join(held), "".join(known)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Assert the pool's invariants, given every list of block ids that holds references (null blocks aside).

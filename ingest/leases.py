@@ -27,6 +27,7 @@ from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.redis import Client, is_unavailable
 
 BEAT_S = 1.0  # what is told of the engine is never older
+MAP_CELLS = 96  # of the picture of the pool
 OUTLOOK_STRIDE = 4  # of its points, so many to one are told
 
 _log = structlog.get_logger(__name__)
@@ -114,13 +115,25 @@ class Lease:
             "places": engine.config.max_waiting_requests,
             "token_places": engine.config.max_waiting_prompt_tokens,
         }
+        cache = statistics.cache
         return {
             "model": engine.info.model_name,
             "num_blocks": engine.info.num_blocks,
-            "free_blocks": statistics.cache.pool.free,
+            "free_blocks": cache.pool.free,
+            "shared_blocks": cache.pool.shared,
+            "cached_blocks": cache.pool.cached,
+            "block_size": cache.block_size,
+            "pool_map": engine.pool_map(MAP_CELLS),
+            "waste_percent": round(cache.waste_percent, 2),
+            "queried_tokens": cache.queried_tokens,
+            "hit_tokens": cache.hit_tokens,
+            "output_tokens": engine.output_tokens,
             "running": statistics.running,
             "waiting": statistics.waiting,
             "preemptions": statistics.preemptions,
+            "swap_preemptions": statistics.swap_preemptions,
+            "recomputed_tokens": statistics.recomputed_tokens,
+            "swapped_blocks": statistics.swapped_blocks,
             "version": metadata.version("pagemill"),
             "room": engine.has_room(),
             "prefill_tokens_s": statistics.prefill_tokens_s,

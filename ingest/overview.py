@@ -28,12 +28,15 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """`outstanding`: unfinished requests by priority, of all shards. `counters`: the queue's own, added up."""
+    """`outstanding`: unfinished requests by priority, of all shards. `counters`: the queue's own, added up.
+    `hooks_due`: webhooks that wait in the outbox; `hooks_dead`: those that were given up and are kept."""
 
     engines: tuple[EngineReport, ...]
     outstanding: tuple[int, ...]
     delayed: int
     dead_letters: int
+    hooks_due: int
+    hooks_dead: int
     counters: Mapping[str, int]
 
     def living(self, timeout_s: float) -> list[EngineReport]:
@@ -51,6 +54,8 @@ async def read_overview(client: Client, keys: QueueKeys) -> Overview:
             pipeline.execute_command("XLEN", stream)
         pipeline.execute_command("ZCARD", shard.delayed)
         pipeline.execute_command("XLEN", shard.dead_letters)
+        pipeline.execute_command("ZCARD", shard.hooks_due)
+        pipeline.execute_command("XLEN", shard.hooks_dead)
         pipeline.execute_command("HGETALL", shard.statistics)
         pipeline.execute_command("HGETALL", shard.engines)
         pipeline.execute_command("ZRANGE", shard.heartbeats, 0, -1, "WITHSCORES")
@@ -58,24 +63,25 @@ async def read_overview(client: Client, keys: QueueKeys) -> Overview:
     for reply in replies:
         if isinstance(reply, BaseException):
             raise reply
-    outstanding, delayed, letters = [0] * PRIORITIES, 0, 0
+    outstanding, plain = [0] * PRIORITIES, [0] * 4
     counters: dict[str, int] = {}
     # An engine serves every shard with one lease: the shards tell the same of it.
     engines: dict[str, EngineReport] = {}
-    width = PRIORITIES + 6
+    width = PRIORITIES + 8
     for first in range(0, len(replies), width):
         (seconds, microseconds), *part = replies[first : first + width]
         now_s = int(seconds) + int(microseconds) / 1e6
         outstanding = [sum(pair) for pair in zip(outstanding, part[:PRIORITIES], strict=True)]
-        delayed += part[PRIORITIES]
-        letters += part[PRIORITIES + 1]
-        for name, value in _pairs(part[PRIORITIES + 2]):
+        plain = [sum(pair) for pair in zip(plain, part[PRIORITIES : PRIORITIES + 4], strict=True)]
+        told, descriptions, beats = part[PRIORITIES + 4 :]
+        for name, value in _pairs(told):
             counters[name.decode()] = counters.get(name.decode(), 0) + int(value)
-        descriptions = dict(_pairs(part[PRIORITIES + 3]))
-        for owner, score in _pairs(part[PRIORITIES + 4]):
+        descriptions = dict(_pairs(descriptions))
+        for owner, score in _pairs(beats):
             report = EngineReport(owner.decode(), now_s - float(score) / 1000, _read(descriptions.get(owner)))
             engines[report.name] = report
-    return Overview(tuple(engines.values()), tuple(outstanding), delayed, letters, counters)
+    delayed, letters, due, given_up = plain
+    return Overview(tuple(engines.values()), tuple(outstanding), delayed, letters, due, given_up, counters)
 
 
 def _pairs(reply: Any) -> list[tuple[bytes, Any]]:

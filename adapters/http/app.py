@@ -6,6 +6,7 @@ from aiohttp import web
 
 from pagemill.adapters.http import (
     batches,
+    dashboard,
     files,
     middleware,
     native,
@@ -36,6 +37,9 @@ def make_app(gateway: Gateway) -> web.Application:
         "/v1/batches": batches.list_batches,
         "/v1/batches/{id}": batches.show,
         "/openapi.json": openapi.openapi,
+        "/overview.json": dashboard.data,
+        "/dashboard.js": dashboard.script,
+        playground.PATH: playground.page,
         "/playground.js": playground.script,
         "/healthz": operations.healthz,
         "/readyz": operations.readyz,
@@ -52,7 +56,7 @@ def make_app(gateway: Gateway) -> web.Application:
         "/v1/requests": native.submit,
         "/v1/requests/{id}/cancel": native.cancel,
     }
-    app.router.add_get("/", playground.page)
+    app.router.add_get("/", dashboard.page)
     for path, get in gets.items():
         # A HEAD of a stream would wait for its end.
         has_head = get not in (native.events, responses.show)

@@ -18,10 +18,24 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ENGINE_GAUGES = {
     "num_blocks": "KV blocks of the engine",
     "free_blocks": "KV blocks that are free",
+    "shared_blocks": "KV blocks that several sequences hold",
+    "cached_blocks": "free KV blocks whose content can be used again",
+    "waste_percent": "share of allocated KV slots without a token, mean over steps",
     "running": "requests that run",
     "waiting": "requests inside the engine that wait",
     "prefill_tokens_s": "measured prompt tokens a second",
     "decode_tokens_s": "measured generated tokens a second",
+}
+
+
+_ENGINE_COUNTS = {
+    "preemptions": "preemptions since the engine began",
+    "swap_preemptions": "of them, those whose blocks went to host memory",
+    "recomputed_tokens": "tokens computed again after a preemption",
+    "swapped_blocks": "KV blocks moved to host memory or back",
+    "queried_tokens": "prompt tokens looked up in the prefix cache",
+    "hit_tokens": "of them, those found",
+    "output_tokens": "tokens generated since the engine began",
 }
 
 
@@ -75,30 +89,30 @@ def _families(overviews: Mapping[str, Overview]) -> Iterator[Metric]:
     outstanding = GaugeMetricFamily("pagemill_queue_outstanding", "unfinished requests", labels=("queue", "priority"))
     delayed = GaugeMetricFamily("pagemill_queue_delayed", "requests that wait for another attempt", labels=("queue",))
     letters = GaugeMetricFamily("pagemill_queue_dead_letters", "dead letters kept", labels=("queue",))
+    due = GaugeMetricFamily("pagemill_queue_hooks_due", "webhooks in the outbox", labels=("queue",))
+    given_up = GaugeMetricFamily("pagemill_queue_hooks_dead", "webhooks given up and kept", labels=("queue",))
     counted = CounterMetricFamily("pagemill_queue_events", "what the queue has counted", labels=("queue", "event"))
     age = GaugeMetricFamily(
         "pagemill_engine_heartbeat_age_seconds", "time since the engine's last heartbeat", labels=("queue", "engine")
     )
-    preemptions = CounterMetricFamily(
-        "pagemill_engine_preemptions", "preemptions since the engine began", labels=("queue", "engine")
-    )
-    gauges = {
-        name: GaugeMetricFamily(f"pagemill_engine_{name}", text, labels=("queue", "engine"))
-        for name, text in _ENGINE_GAUGES.items()
+    told = {
+        name: family(f"pagemill_engine_{name}", text, labels=("queue", "engine"))
+        for family, figures in ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTS))
+        for name, text in figures.items()
     }
     for queue, overview in overviews.items():
         for priority, count in enumerate(overview.outstanding):
             outstanding.add_metric((queue, str(priority)), count)
         delayed.add_metric((queue,), overview.delayed)
         letters.add_metric((queue,), overview.dead_letters)
+        due.add_metric((queue,), overview.hooks_due)
+        given_up.add_metric((queue,), overview.hooks_dead)
         for event, count in sorted(overview.counters.items()):
             counted.add_metric((queue, event), count)
         for engine in overview.engines:
             labels = (queue, engine.name)
             age.add_metric(labels, engine.age_s)
-            if isinstance(preempted := engine.description.get("preemptions"), int):
-                preemptions.add_metric(labels, preempted)
-            for name, family in gauges.items():
+            for name, family in told.items():
                 if isinstance(value := engine.description.get(name), int | float):
                     family.add_metric(labels, value)
-    yield from (outstanding, delayed, letters, counted, age, preemptions, *gauges.values())
+    yield from (outstanding, delayed, letters, due, given_up, counted, age, *told.values())

@@ -13,13 +13,16 @@ from aiohttp import web
 from pagemill.adapters.http.auth import DEFAULT_TENANT
 from pagemill.adapters.http.errors import ApiError, as_api_error, http_error, internal_error
 from pagemill.adapters.http.gateway import REQUEST_ID, TENANT, Gateway, gateway_of
+from pagemill.adapters.http.playground import PATH as PLAYGROUND
 from pagemill.adapters.http.streaming import leaving_error
 from pagemill.ingest.keys import uuid7_hex
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset(("/", "/healthz", "/readyz", "/openapi.json", "/playground.js"))
-QUIET_PATHS = frozenset(("/healthz", "/readyz", "/metrics"))
+OPEN_PATHS = frozenset(
+    ("/", "/dashboard.js", PLAYGROUND, f"{PLAYGROUND}/", "/playground.js", "/healthz", "/readyz", "/openapi.json")
+)
+QUIET_PATHS = frozenset(("/healthz", "/readyz", "/metrics", "/overview.json"))
 CORS_METHODS = "GET, POST, DELETE, OPTIONS"
 CORS_EXPOSED = "x-request-id, x-should-retry, retry-after-ms, Retry-After, Idempotent-Replayed, Location"
 CORS_AGE_S = 600

@@ -165,6 +165,7 @@ def document() -> Schema:
         },
         "/v1/batches/{id}": {"get": _operation("getBatch", "where a batch stands", _BATCH, "404", **one)},
         "/v1/batches/{id}/cancel": {"post": _operation("cancelBatch", "stop a batch", _BATCH, "404", **one)},
+        "/overview.json": {"get": _operation("overview", "what the dashboard shows", {"type": "object"})},
         "/healthz": {"get": _open("health", "is the process alive", status)},
         "/readyz": {"get": _open("ready", "can it serve", status)},
         "/metrics": {"get": {**_open("metrics", "figures for Prometheus", figures), "security": [{"key": []}]}},

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
 
+from pagemill.adapters.http.dashboard import overview_of
 from pagemill.adapters.http.gateway import gateway_of
 from pagemill.adapters.http.metrics import CONTENT_TYPE
 from pagemill.adapters.http.openai_routes import json_response
-from pagemill.ingest.async_client import QueueUnavailableError
-from pagemill.ingest.overview import Overview
-
-PATIENCE_S = 2.0
 
 
 async def healthz(_: web.Request) -> web.Response:
@@ -27,7 +22,7 @@ async def readyz(request: web.Request) -> web.Response:
         return json_response({"status": "stopping"}, status=503)
     missing = []
     for name, client in gateway.queues.clients.items():
-        overview = await _overview(request, name)
+        overview = await overview_of(gateway, name)
         if overview is None:
             return json_response({"status": "redis does not answer"}, status=503)
         if not overview.living(client.config.heartbeat_timeout_s):
@@ -40,15 +35,6 @@ async def readyz(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """Prometheus' text format. Without Redis, the gateway's own figures."""
     gateway = gateway_of(request)
-    found = {name: await _overview(request, name, fresh=True) for name in gateway.queues.clients}
+    found = {name: await overview_of(gateway, name, fresh=True) for name in gateway.queues.clients}
     known = {name: overview for name, overview in found.items() if overview is not None}
     return web.Response(body=gateway.metrics.render(known), headers={"Content-Type": CONTENT_TYPE})
-
-
-async def _overview(request: web.Request, queue: str, *, fresh: bool = False) -> Overview | None:
-    queues = gateway_of(request).queues
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            return await (queues.clients[queue].overview() if fresh else queues.overview(queue))
-    except (TimeoutError, QueueUnavailableError):
-        return None

@@ -15,6 +15,7 @@ import pytest
 
 from pagemill.adapters.http import openapi_schemas as schemas
 from pagemill.adapters.http.openai_fields import PASSED, read_chat, read_completion
+from pagemill.adapters.http.playground import PATH
 from pagemill.adapters.http.responses_body import PASSED as RESPONSE_PASSED
 from pagemill.adapters.http.responses_body import read_response
 from pagemill.engine.vllm_arguments import SAMPLING_ARGUMENTS
@@ -77,7 +78,7 @@ def test_schemathesis_finds_nothing(tried: Any, tmp_path: Path) -> None:
 
 def test_the_page(tried: Any) -> None:
     async def scenario(web: Web) -> None:
-        page = await web.get("/")
+        page = await web.get(PATH)
         assert page.headers["Content-Type"].startswith("text/html") and "/playground.js" in page.text
         assert "script-src 'self'" in page.headers["Content-Security-Policy"]
         assert (await web.get("/playground.js")).headers["Content-Type"].startswith("text/javascript")
