@@ -1,7 +1,8 @@
 """`pagemill demo`: the whole product at work, and what it did in a table.
 
-An embedded Valkey in a temporary folder, an engine worker, and a client that knows nothing of the engine but its queue.
-First three completions side by side, then chats that share one system prompt and so share its blocks.
+An embedded Valkey in a temporary folder, an engine worker, a gateway, and a client that knows nothing of the engine but
+its queue. First three completions side by side, then chats that share one system prompt and so share its blocks, then
+one more such chat over HTTP, as a web application asks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -21,6 +23,7 @@ from rich.text import Text
 
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import Settings
+from pagemill.adapters.http.config import GatewayConfig
 from pagemill.engine.errors import ConfigError, EngineDeadError, RequestError
 from pagemill.ingest.client import AsyncClient, RequestFailed, Result
 from pagemill.ingest.config import QueueConfig
@@ -58,6 +61,7 @@ QUESTIONS = (
     "May I renew a book three times?",
     "Do you have newspapers from 1850?",
 )
+HTTP_QUESTION = "Where may I read the old newspapers?"
 STATISTICS_EVERY_S = 0.02
 
 
@@ -126,12 +130,15 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         raise ConfigError(f"--chats must be at least 1, got {args.chats}")
     console = Console(width=None if Console().is_terminal else 110)
     started = time.monotonic()
-    console.print("Starting an embedded Valkey and an engine that serves its queue ...")
+    import pagemill.adapters.http.server  # noqa: F401  where it is not installed, say so before anything is started
+
+    console.print("Starting an embedded Valkey, a gateway and an engine that serves its queue ...")
     with EmbeddedServer() as server:
         return asyncio.run(_demo(args.chats, settings, QueueConfig(redis_url=server.url), console, started))
 
 
 async def _demo(chats: int, settings: Settings, queue: QueueConfig, console: Console, started: float) -> int:
+    from pagemill.adapters.http.server import GatewayProcess
     from pagemill.engine.async_engine import AsyncEngine
     from pagemill.ingest.worker import Worker
 
@@ -144,18 +151,22 @@ async def _demo(chats: int, settings: Settings, queue: QueueConfig, console: Con
         f"of {info.num_blocks} blocks of {info.block_size} tokens ({size:,.0f} MiB); queue at {queue.redis_url}",
         highlight=False,
     )
+    gateway = GatewayProcess(GatewayConfig(http_port=0), queue)
+    url = await gateway.start()
+    console.print(f"OpenAI's API at {url}/v1, a dashboard at {url}/ while this runs", highlight=False)
     worker = Worker(engine, queue)
     serving = asyncio.create_task(worker.run())
     try:
-        return await _clients(chats, engine, serving, queue, console)
+        return await _clients(chats, engine, serving, queue, url, console)
     finally:
+        await gateway.stop(0)
         worker.stop()
         await asyncio.gather(serving, return_exceptions=True)
         await engine.stop()
 
 
 async def _clients(
-    chats: int, engine: AsyncEngine, serving: asyncio.Task[None], queue: QueueConfig, console: Console
+    chats: int, engine: AsyncEngine, serving: asyncio.Task[None], queue: QueueConfig, url: str, console: Console
 ) -> int:
     completions = [
         Run(
@@ -167,6 +178,7 @@ async def _clients(
         Run(f"chat {number + 1}", question, _chat_body(question))
         for number, question in enumerate((QUESTIONS * (chats // len(QUESTIONS) + 1))[:chats])
     ]
+    over_http = Run("http", HTTP_QUESTION, _chat_body(HTTP_QUESTION))
     peak = Peak()
     watching = asyncio.create_task(_watch_pool(engine, peak))
     begun = time.monotonic()
@@ -179,10 +191,12 @@ async def _clients(
             ):
                 async with view.showing(title, runs):
                     await _until_done(asyncio.gather(*(_follow(client, item, view) for item in runs)), serving)
+            async with view.showing("One more of them over HTTP, as server-sent events:", [over_http]):
+                await _until_done(_ask_http(client, url, over_http, view), serving)
     finally:
         watching.cancel()
     wall = time.monotonic() - begun
-    runs = completions + questions
+    runs = [*completions, *questions, over_http]
     await _until_done(_idle(engine), serving)
     await engine.check()
     _report(console, runs, engine, peak, wall)
@@ -200,6 +214,32 @@ async def _follow(client: AsyncClient, run: Run, view: View) -> None:
         async for delta in handle:
             view.delta(run, delta.text)
         run.result = await handle.result()
+    except RequestFailed as error:
+        run.error = error
+
+
+async def _ask_http(client: AsyncClient, url: str, run: Run, view: View) -> None:
+    """Ask the gateway as OpenAI's clients do, and the queue for the request's figures afterwards."""
+    import aiohttp
+
+    request_id = ""
+    body = {**run.body, "stream": True}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/chat/completions", json=body) as answer:
+        async for line in answer.content:
+            data = line.removeprefix(b"data: ").strip()
+            if data == line.strip() or data == b"[DONE]":
+                continue
+            chunk = orjson.loads(data)
+            if "error" in chunk:
+                break
+            request_id = chunk["id"].removeprefix("chatcmpl-")
+            for choice in chunk["choices"]:
+                view.delta(run, choice["delta"].get("content") or "")
+    if not request_id:
+        run.error = RequestError("engine_error", f"the gateway answered with status {answer.status}")
+        return
+    try:
+        run.result = await client.attach(request_id).result()
     except RequestFailed as error:
         run.error = error
 

@@ -183,8 +183,8 @@ def _demo(commands: Any) -> None:
     parser = _new(
         commands,
         "demo",
-        "the whole product at work: an embedded Valkey, an engine and clients in one process; streams prompts through "
-        "the queue, prints a table, exits",
+        "the whole product at work: an embedded Valkey, an engine, a gateway and clients in one process; streams "
+        "prompts through the queue, prints a table, exits",
     )
     parser.add_argument("--chats", type=int, default=8, metavar="N", help="chat requests behind one system prompt (8)")
     _add_settings(parser, "engine", "process")
@@ -194,9 +194,10 @@ def _serve(commands: Any) -> None:
     parser = _new(
         commands,
         "serve",
-        "an engine and a gateway on an embedded Valkey, or on the server given by --redis-url, until Ctrl-C or SIGTERM",
+        "an engine, a gateway and a sender of webhooks on an embedded Valkey, or on the server given by --redis-url, "
+        "until Ctrl-C or SIGTERM",
     )
-    _add_settings(parser, "engine", "queue", "gateway", "process")
+    _add_settings(parser, "engine", "queue", "gateway", "webhook", "process")
     parser = _new(commands, "engine", "an engine alone, on the server given by --redis-url; run as many as you like")
     _add_settings(parser, "engine", "queue", "process")
     parser = _new(commands, "gateway", "HTTP over the queue at --redis-url: OpenAI's routes and native ones")

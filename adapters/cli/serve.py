@@ -1,7 +1,9 @@
-"""`pagemill serve` and `pagemill engine`: an engine on a queue, with `serve` a gateway too, until told to stop.
+"""`pagemill serve` and `pagemill engine`: an engine on a queue, with `serve` also a gateway and a sender of webhooks,
+until told to stop.
 
 The first SIGTERM or Ctrl-C stops taking requests and lets running ones finish within drain_timeout_s; a second one
-stops at once. Either way what is unfinished stays in the stream for the next engine.
+stops at once. Either way what is unfinished stays in the stream for the next engine, and in the outbox for the next
+sender.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import ProcessConfig, Settings, without_password
 from pagemill.adapters.http.config import GatewayConfig
+from pagemill.adapters.webhook.config import WebhookConfig
 from pagemill.engine.config import EngineConfig
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
@@ -39,11 +42,11 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     engine, queue, process = settings.engine(), settings.queue(), settings.process()
     if args.command == "engine":
         return asyncio.run(_serve(engine, queue))
-    gateway = settings.gateway()
+    gateway, webhook = settings.gateway(), settings.webhook()
     if settings.is_given("redis_url"):
-        return asyncio.run(_serve_both(engine, gateway, queue))
+        return asyncio.run(_serve_all(engine, gateway, webhook, queue))
     with _embedded(process) as server:
-        return asyncio.run(_serve_both(engine, gateway, queue.replace(redis_url=server.url)))
+        return asyncio.run(_serve_all(engine, gateway, webhook, queue.replace(redis_url=server.url)))
 
 
 @contextlib.contextmanager
@@ -58,20 +61,33 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "pagemill"
 
 
-async def _serve_both(engine: EngineConfig, gateway: GatewayConfig, queue: QueueConfig) -> int:
+async def _serve_all(engine: EngineConfig, gateway: GatewayConfig, webhook: WebhookConfig, queue: QueueConfig) -> int:
     """The gateway listens while the model is loaded, and says that it is not ready; it stops after the engine, whose
-    last answers it passes on."""
+    last answers it passes on, and the webhooks after the gateway."""
     from pagemill.adapters.http.server import GatewayProcess
+    from pagemill.adapters.webhook.service import WebhookService
 
+    service = WebhookService(queue, webhook)
     process = GatewayProcess(gateway, queue)
     url = await process.start()
+    stopping = asyncio.Event()
+    sending = asyncio.create_task(service.run(stopping))
     try:
-        return await _serve(engine, queue, url)
+        return await _serve(engine, queue, url, sending)
     finally:
         await process.stop(LAST_WORDS_S)
+        stopping.set()
+        with _cancel_at_signal(sending), contextlib.suppress(asyncio.CancelledError):
+            await sending
 
 
-async def _serve(engine_config: EngineConfig, queue: QueueConfig, http_url: str | None = None) -> int:
+async def _serve(
+    engine_config: EngineConfig,
+    queue: QueueConfig,
+    http_url: str | None = None,
+    beside: asyncio.Task[None] | None = None,
+) -> int:
+    """Serve with an engine until a signal, or until the task `beside` it ends, whose error its owner raises."""
     from pagemill.engine.async_engine import AsyncEngine
     from pagemill.ingest.worker import Worker
 
@@ -85,6 +101,9 @@ async def _serve(engine_config: EngineConfig, queue: QueueConfig, http_url: str 
     announcing = asyncio.create_task(_announce(worker, engine.info.model_name, queue, http_url))
     with _stop_at_signal(worker, serving):
         try:
+            if beside is not None:
+                await asyncio.wait({serving, beside}, return_when=asyncio.FIRST_COMPLETED)
+                worker.stop()
             await serving
         except asyncio.CancelledError:
             if not serving.cancelled():
@@ -139,6 +158,18 @@ def _stop_at_signal(worker: Worker, serving: asyncio.Task[None]) -> Iterator[Non
 
     for number in SIGNALS:
         loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _cancel_at_signal(task: asyncio.Task[None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
     try:
         yield
     finally:

@@ -19,9 +19,9 @@ KEYS = (
 def test_the_demo_shows_the_product_and_exits_cleanly(tmp_path: Path) -> None:
     ran = pagemill("demo", "--chats", "3", *SMALL, "--num-blocks-override=40", cwd=tmp_path, TMPDIR=str(tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    for label in ("[1]", "[2]", "[3]", "[chat 1]", "[chat 3]"):
+    for label in ("[1]", "[2]", "[3]", "[chat 1]", "[chat 3]", "[http]"):
         assert f"s  {label} " in ran.stdout, "every request's deltas are shown"
-    assert "6 of 6" in ran.stdout
+    assert "7 of 7" in ran.stdout
     rows = {row[1].strip(): row[2] for row in (line.split("│") for line in ran.stdout.splitlines()) if len(row) == 4}
     assert int(rows["prefix-hit tokens"].split()[0]) > 100, "the chats share their system prompt"
     assert int(rows["blocks shared, peak"]) > 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import signal
 import subprocess
@@ -12,12 +13,15 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+from standardwebhooks import Webhook
 
 from pagemill.adapters.cli.doctor import ports
 from pagemill.adapters.cli.settings import load_settings
+from pagemill.adapters.webhook.secret_store import SecretStore
 from pagemill.ingest.embedded import EmbeddedServer
 from tests.adapters.processes import SMALL, environment, pagemill
 
@@ -30,6 +34,7 @@ class Served:
 
     process: subprocess.Popen[str]
     url: str = ""
+    secret: str = ""
     lines: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -74,7 +79,10 @@ def stop(served: Served, number: int = signal.SIGTERM) -> int:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("queue")
-    served = start("serve", "--port", "0", "--http-port", "0", "--data-dir", str(folder), *SMALL)
+    secrets = folder / "secrets.json"
+    webhooks = ("--webhook-secrets", str(secrets), "--webhook-allow", "127.0.0.1", "--webhook-poll-ms", "50")
+    served = start("serve", "--port", "0", "--http-port", "0", "--data-dir", str(folder), *webhooks, *SMALL)
+    served.secret = SecretStore(secrets).rotate("default")
     yield served
     assert stop(served) == 0, "".join(served.errors)
     assert not any("Traceback" in line for line in served.errors)
@@ -86,16 +94,49 @@ def test_the_log_of_a_role_is_json_where_nobody_watches(served: Served) -> None:
     assert all({"event", "level", "timestamp"} <= set(entry) for entry in entries)
 
 
-def test_serve_has_a_gateway(served: Served) -> None:
+def api(served: Served) -> str:
+    """Where the gateway's OpenAI routes are."""
     until = time.monotonic() + 10
     while not (lines := [line for line in served.lines if line.startswith("OpenAI's API at http://127.0.0.1:")]):
         assert time.monotonic() < until, served.lines  # the thread that reads has the line before it only
         threading.Event().wait(0.01)
     (line,) = lines
+    return line.split()[-1]
+
+
+def test_serve_has_a_gateway(served: Served) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
-    asked = urllib.request.Request(f"{line.split()[-1]}/chat/completions", body, {"Content-Type": "application/json"})
+    asked = urllib.request.Request(f"{api(served)}/chat/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
         assert json.load(answer)["usage"]["completion_tokens"] == 2
+
+
+def test_serve_sends_webhooks(served: Served) -> None:
+    arrived = threading.Event()
+    seen: dict[str, Any] = {}
+
+    class Receiver(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen["body"] = self.rfile.read(int(self.headers["Content-Length"]))
+            seen["headers"] = dict(self.headers)
+            self.send_response(204)
+            self.end_headers()
+            arrived.set()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Receiver) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        callback = {"url": f"http://127.0.0.1:{server.server_port}/hook"}
+        body = json.dumps({"prompt": "Hi", "max_tokens": 2, "callback": callback}).encode()
+        asked = urllib.request.Request(f"{api(served)}/requests", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            request_id = json.load(answer)["id"]
+        assert arrived.wait(60), "".join(served.errors)
+        server.shutdown()
+    message = Webhook(served.secret).verify(seen["body"], seen["headers"])
+    assert (message["type"], message["data"]["id"]) == ("request.completed", request_id)
 
 
 def test_submit_prints_the_text_and_nothing_else(served: Served) -> None:
