@@ -244,12 +244,13 @@ def append(
 ) -> Call:
     """Publish events number offset + 1, offset + 2 ... of a running request. `has_tokens`: something was generated.
     `started_hook`: what a webhook that it has started says, as JSON."""
-    fence = (owner, attempt, offset, shard.channel(request_id), GRACE_MS, "1" if has_tokens else "0")
+    fence = (attempt, offset, shard.channel(request_id), "1" if has_tokens else "0")
     return Call(
         "append",
         (shard.record(request_id), shard.events(request_id)),
-        (*fence, started_hook, *events),
+        (*fence, started_hook, len(events), *events),
         has_tokens,
+        shared=(owner, GRACE_MS),
     )
 
 

@@ -5,16 +5,25 @@
 --      10 result ttl ms, 11 replay ttl ms, 12 heartbeat timeout ms, 13 error as JSON (it is refused for that) or empty,
 --      14 reason to keep the entry among the dead letters or empty, 15...18 caps, 19 watch, 20 callback, as in submit
 -- Replies "ok" "known" "taken" "duplicate", or the state in which it has ended
+-- include clock
+-- include publish
+-- include records
+-- include entries
+-- include dead_letters
+-- include hooks
+-- include load
+-- include waiting
+-- include admission
 local now = server_ms()
 local entry, id, stream, base = ARGV[2], ARGV[3], ARGV[4], ARGV[9]
 
 local record = redis.call('HMGET', KEYS[2], 'state', 'entry', 'stream', 'cancel')
-if record[1] and record[2] == entry and record[3] == stream then return redis.status_reply('known') end
-if not is_undelivered(KEYS[1], ARGV[1], entry) then return redis.status_reply('taken') end
+if record[1] and record[2] == entry and record[3] == stream then return 'known' end
+if not is_undelivered(KEYS[1], ARGV[1], entry) then return 'taken' end
 if record[1] then
   keep_dead_letter(KEYS[6], KEYS[3], KEYS[1], entry, 'duplicate_id', 'the request id is in use by another entry', '0')
   remove_entry(KEYS[1], ARGV[1], entry)
-  return redis.status_reply('duplicate')
+  return 'duplicate'
 end
 
 local created = accepted_at(entry, now)
@@ -41,9 +50,9 @@ if state then
   answer(base, id, state, problem, now, ARGV[10], ARGV[11], '0', created)
   remove_entry(KEYS[1], ARGV[1], entry)
   redis.call('UNLINK', base .. 'blob:' .. id)
-  return redis.status_reply(state)
+  return state
 end
 start_watch(base, id, ARGV[19])
 redis.call('PEXPIREAT', KEYS[2], deadline + tonumber(ARGV[8]))
 count(KEYS[4], KEYS[5], id, stream, entry, ARGV[7], ARGV[6], deadline)
-return redis.status_reply('ok')
+return 'ok'

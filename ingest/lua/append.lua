@@ -1,37 +1,58 @@
--- Publishes events of a running request. Fenced by owner, attempt and offset; repeating the call changes nothing.
--- KEYS 1 record, 2 events
--- ARGV 1 owner, 2 attempt, 3 offset: events before these, 4 channel, 5 grace ms, 6 "1": it has a token, so that what it is
---      did not end the engine, 7 webhook data for `request.started` (JSON or empty), 8... events as JSON
--- Replies one line, since this is called for every flush of every request: "ok <seq> <cancel> <expired> <unwatched>"
--- "gap <seq>" "stale" "gone"
-local now = server_ms()
-local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 'cancel', 'deadline', 'progress', 'alone',
-  'watch_ms')
-if not record[1] then return redis.status_reply('gone') end
-if record[1] ~= 'running' or record[2] ~= ARGV[1] or record[3] ~= ARGV[2] then return redis.status_reply('stale') end
+-- Publishes events of running requests: as many of one engine's as it has to flush, since a call of its own for each would
+-- cost more than what it does. Fenced by owner, attempt and offset; repeating the call changes nothing.
+-- KEYS for each request: record, events
+-- ARGV 1 owner, 2 grace ms, then for each request: attempt, offset: events before these, channel, "1": it has a token, so
+--      that what it is did not end the engine, webhook data for `request.started` (JSON or empty), how many events, these
+--      as JSON
+-- Replies for each request one line: "ok <seq> <cancel> <expired> <unwatched>" "gap <seq>" "stale" "gone", or the error that
+-- it met: one request's harms no other
+-- include clock
+-- include publish
+local owner, grace, now = ARGV[1], tonumber(ARGV[2]), server_ms()
 
-local seq, offset = tonumber(record[4]), tonumber(ARGV[3])
-if seq < offset then return redis.status_reply('gap ' .. seq) end
-local first = seq
-seq = publish(KEYS[2], ARGV[4], seq, offset, 8)
-if seq > first then redis.call('HSET', KEYS[1], 'seq', seq) end
-if ARGV[6] == '1' and record[7] ~= ARGV[2] then
-  redis.call('HSET', KEYS[1], 'progress', ARGV[2])
-  if record[8] == '1' then redis.call('HSET', KEYS[1], 'alone', '') end
+-- `at`: place of its first argument; `last`: of its last event.
+local function append(key, events, at, last)
+  local attempt, hook = ARGV[at], ARGV[at + 4]
+  local record = redis.call('HMGET', key, 'state', 'owner', 'attempt', 'seq', 'cancel', 'deadline', 'progress', 'alone',
+    'watch_ms')
+  if not record[1] then return 'gone' end
+  if record[1] ~= 'running' or record[2] ~= owner or record[3] ~= attempt then return 'stale' end
+
+  local seq, offset, deadline = tonumber(record[4]), tonumber(ARGV[at + 1]), tonumber(record[6])
+  if not seq or not deadline then return {err = 'ERR the record ' .. key .. ' has been damaged'} end
+  if seq < offset then return 'gap ' .. seq end
+  local first = seq
+  seq = publish(events, ARGV[at + 2], seq, offset, at + 6, last)
+  if seq > first then redis.call('HSET', key, 'seq', seq) end
+  if ARGV[at + 3] == '1' and record[7] ~= attempt then
+    redis.call('HSET', key, 'progress', attempt)
+    if record[8] == '1' then redis.call('HSET', key, 'alone', '') end
+  end
+  if first == 0 and seq > 0 then redis.call('PEXPIREAT', events, math.max(deadline, now) + grace) end
+  if hook ~= '' then
+    -- include records
+    -- include hooks
+    local told = redis.call('HMGET', key, 'callback', 'created')
+    local base, id = parts_of(key)
+    if told[1] then put_hook(base, id, told[2], told[1], 'request.started', hook, now) end
+  end
+  local unwatched = false
+  if record[9] then
+    -- include records
+    local base, id = parts_of(key)
+    unwatched = is_unwatched(base, id, record[9])
+  end
+  if record[5] ~= '1' and now <= deadline and not unwatched then return 'ok ' .. seq .. ' 0 0 0' end
+  return 'ok ' .. seq .. (record[5] == '1' and ' 1' or ' 0') .. (now > deadline and ' 1' or ' 0')
+    .. (unwatched and ' 1' or ' 0')
 end
-if first == 0 and seq > 0 then
-  redis.call('PEXPIREAT', KEYS[2], math.max(tonumber(record[6]), now) + tonumber(ARGV[5]))
+
+local replies, at = {}, 3
+for i = 1, #KEYS, 2 do
+  local last = at + 5 + ARGV[at + 5]
+  local went_well, reply = pcall(append, KEYS[i], KEYS[i + 1], at, last)
+  if not went_well and type(reply) ~= 'table' then reply = {err = tostring(reply)} end
+  replies[#replies + 1] = reply
+  at = last + 1
 end
-if ARGV[7] ~= '' then
-  local told = redis.call('HMGET', KEYS[1], 'callback', 'created')
-  local base, id = parts_of(KEYS[1])
-  if told[1] then put_hook(base, id, told[2], told[1], 'request.started', ARGV[7], now) end
-end
-local expired = now > tonumber(record[6]) and '1' or '0'
-local cancel = record[5] == '1' and '1' or '0'
-local unwatched = false
-if record[9] then
-  local base, id = parts_of(KEYS[1])
-  unwatched = is_unwatched(base, id, record[9])
-end
-return redis.status_reply('ok ' .. seq .. ' ' .. cancel .. ' ' .. expired .. (unwatched and ' 1' or ' 0'))
+return replies

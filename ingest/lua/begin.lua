@@ -8,6 +8,12 @@
 --         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed,
 --         {"suspect", "0"}: it may have ended its last engine, and has to run alone; "1": it may have ended several
 --         {"busy"}: as many requests of its tenant run as may
+-- include clock
+-- include records
+-- include entries
+-- include dead_letters
+-- include load
+-- include suspicion
 local now = server_ms()
 local entry, owner, grace = ARGV[2], ARGV[3], tonumber(ARGV[9])
 local base, id = parts_of(KEYS[1])

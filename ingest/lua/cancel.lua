@@ -2,6 +2,13 @@
 -- KEYS 1 record, 2 events, 3 statistics, 4 blob, 5 waiting, 6 load, 7... input streams by priority
 -- ARGV 1 group, 2 key base, 3 request id, 4 result ttl ms, 5 replay ttl ms, 6 error as JSON
 -- Replies {"cancelled"} {"requested"} {"ended", state} {"noted"}: no record yet, but a raw entry with this id will see it
+-- include clock
+-- include publish
+-- include records
+-- include entries
+-- include hooks
+-- include load
+-- include waiting
 local now = server_ms()
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'seq', 'stream', 'entry', 'tokens', 'tenant', 'created')
 local state = record[1]

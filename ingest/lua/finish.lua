@@ -5,6 +5,10 @@
 --      15 reason to keep the entry among the dead letters or empty, 16 webhook data of the end,
 --      17 of `request.started` if that is not out yet (JSON or empty), 18... events
 -- Replies "ok <seq>" "gap <seq>" "stale" "gone" and "cancelled": a cancel was acknowledged, so `completed` is refused
+-- include clock
+-- include publish
+-- include records
+-- include entries
 local now = server_ms()
 local group, entry = ARGV[1], ARGV[2]
 
@@ -18,18 +22,18 @@ local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'seq', 
   'created')
 if not record[1] then
   if is_pending(KEYS[3], group, entry, ARGV[3]) then remove() end
-  return redis.status_reply('gone')
+  return 'gone'
 end
-if record[2] ~= ARGV[3] or record[3] ~= ARGV[4] then return redis.status_reply('stale') end
+if record[2] ~= ARGV[3] or record[3] ~= ARGV[4] then return 'stale' end
 if record[1] ~= 'running' then
-  if record[1] == ARGV[7] then return redis.status_reply('ok ' .. record[4]) end
-  return redis.status_reply('stale')
+  if record[1] == ARGV[7] then return 'ok ' .. record[4] end
+  return 'stale'
 end
-if record[5] == '1' and ARGV[7] == 'completed' then return redis.status_reply('cancelled') end
+if record[5] == '1' and ARGV[7] == 'completed' then return 'cancelled' end
 
 local seq, offset = tonumber(record[4]), tonumber(ARGV[5])
-if seq < offset then return redis.status_reply('gap ' .. seq) end
-seq = publish(KEYS[2], ARGV[6], seq, offset, 18)
+if seq < offset then return 'gap ' .. seq end
+seq = publish(KEYS[2], ARGV[6], seq, offset, 18, #ARGV)
 redis.call('HSET', KEYS[1], 'state', ARGV[7], 'seq', seq, 'finished', now, 'result', ARGV[10], 'usage', ARGV[11],
   'metrics', ARGV[12], 'error', ARGV[13])
 redis.call('PEXPIRE', KEYS[1], ARGV[8])
@@ -39,11 +43,15 @@ redis.call('ZREM', base .. 'run:' .. record[6], id)
 redis.call('UNLINK', base .. 'watch:' .. id)
 redis.call('HINCRBY', KEYS[5], ARGV[7], 1)
 redis.call('HINCRBY', KEYS[5], 'tokens', ARGV[14])
-if ARGV[15] ~= '' then keep_dead_letter(KEYS[4], KEYS[5], KEYS[3], entry, ARGV[15], ARGV[13], record[3]) end
+if ARGV[15] ~= '' then
+  -- include dead_letters
+  keep_dead_letter(KEYS[4], KEYS[5], KEYS[3], entry, ARGV[15], ARGV[13], record[3])
+end
 if record[7] then
+  -- include hooks
   local function hook(kind, data) put_hook(base, id, record[8], record[7], kind, data, now) end
   if ARGV[17] ~= '' then hook('request.started', ARGV[17]) end
   if ARGV[16] ~= '' then hook(end_kind(ARGV[7]), ARGV[16]) end
 end
 remove()
-return redis.status_reply('ok ' .. seq)
+return 'ok ' .. seq

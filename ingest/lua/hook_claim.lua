@@ -2,6 +2,7 @@
 -- KEYS 1 deliveries by due time, 2 URLs that are off
 -- ARGV 1 key base, 2 lease (a word used once), 3 lease ms, 4 how many at most
 -- Replies {now, ms until the next one is due or -1, {{delivery id, {fields}, why its URL is off or ""}, ...}}
+-- include clock
 local now = server_ms()
 local found = {}
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[4])) do

@@ -2,6 +2,8 @@
 -- KEYS 1... input streams
 -- ARGV 1 group
 -- Replies ms for each stream; 0 where nothing waits
+-- include clock
+-- include entries
 local now = server_ms()
 local waited = {}
 for i, stream in ipairs(KEYS) do

@@ -5,6 +5,9 @@
 --      7 "1": old heartbeats count (else only consumers without one: those have left),
 --      8 "1": only entries that are to end at once, being cancelled or past their deadline
 -- Replies the entries taken: {stream number, entry, {fields}} each
+-- include clock
+-- include entries
+-- include suspicion
 local now = server_ms()
 local group, owner, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local ending_only = ARGV[8] == '1'

@@ -3,6 +3,8 @@
 -- KEYS 1 record, 2 waiting, 3 load
 -- ARGV 1 owner, 2 attempt, 3 request id
 -- Replies {"ok"} {"stale"}
+-- include records
+-- include load
 local record = redis.call('HMGET', KEYS[1], 'state', 'owner', 'attempt', 'stream', 'entry', 'tokens', 'tenant',
   'deadline')
 if record[1] ~= 'running' or record[2] ~= ARGV[1] or record[3] ~= ARGV[2] then return {'stale'} end

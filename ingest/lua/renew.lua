@@ -2,6 +2,7 @@
 -- KEYS 1 heartbeats, 2 engines
 -- ARGV 1 owner, 2 description as JSON
 -- Replies the server's time in ms
+-- include clock
 local now = server_ms()
 local old = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now - 3600000, 'LIMIT', 0, 100)
 for _, name in ipairs(old) do

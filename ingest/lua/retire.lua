@@ -1,6 +1,7 @@
 -- Takes an engine that stops off the lists. What is still pending under its name is adopted by the others at once.
 -- KEYS 1 heartbeats, 2 engines, 3... input streams
 -- ARGV 1 group, 2 owner
+-- include entries
 redis.call('ZREM', KEYS[1], ARGV[2])
 redis.call('HDEL', KEYS[2], ARGV[2])
 for i = 3, #KEYS do

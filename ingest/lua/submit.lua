@@ -7,6 +7,14 @@
 --      23 ms for which it may go on unwatched, or empty: for ever, 24 callback (JSON as in ingest/callback.py, or empty)
 -- Replies {"ok", id} {"repeated", id} {"attached", id} {"conflict", id} {"duplicate", id, state}
 --         {"refused", id, error}: told and kept as its result; id and idempotency key may be used again
+-- include clock
+-- include publish
+-- include records
+-- include entries
+-- include hooks
+-- include load
+-- include waiting
+-- include admission
 local now = server_ms()
 local id, ttl, grace, base = ARGV[1], tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[12]
 

@@ -4,6 +4,13 @@
 --      6 result ttl ms, 7 replay ttl ms
 -- Replies {next place, {{stream number, entry, {fields}}, ...}, server ms}: entries that were given back after they had told
 -- something. They are this engine's now, for it to end them.
+-- include clock
+-- include publish
+-- include records
+-- include entries
+-- include hooks
+-- include load
+-- include waiting
 local now = server_ms()
 local first, limit = tonumber(ARGV[4]), tonumber(ARGV[5])
 local given = {}

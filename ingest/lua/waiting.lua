@@ -1,40 +1,4 @@
--- Put before scripts that deal with requests which are accepted and have not begun.
--- `wait`: sorted set, deadline (server ms) by "<id> <stream> <entry> <prompt tokens> <tenant>": all that is needed to
--- take a request out of the sums again, even if its record is gone.
--- `load`: hash, the sums over `wait`: requests and prompt tokens by priority (n0 t0 n1 ...) and by tenant (n@x t@x).
--- Only `count` and `uncount` write them, always both, so they cannot drift apart.
-
-local WAIT_TTL_MS = 691200000 -- longer than any deadline
-
-local function add_load(load, stream, tenant, tokens, sign)
-  for field, by in pairs({
-    ['n' .. stream] = sign, ['t' .. stream] = sign * tokens, ['n@' .. tenant] = sign, ['t@' .. tenant] = sign * tokens,
-  }) do
-    if by ~= 0 and redis.call('HINCRBY', load, field, string.format('%d', by)) == 0 then
-      redis.call('HDEL', load, field)
-    end
-  end
-end
-
-local function count(wait, load, id, stream, entry, tokens, tenant, deadline)
-  local member = table.concat({id, stream, entry, tokens, tenant}, ' ')
-  if redis.call('ZADD', wait, 'NX', deadline, member) == 0 then return end
-  add_load(load, stream, tenant, tonumber(tokens), 1)
-  redis.call('PEXPIRE', wait, WAIT_TTL_MS)
-  redis.call('PEXPIRE', load, WAIT_TTL_MS)
-end
-
-local function uncount(wait, load, id, stream, entry, tokens, tenant)
-  local member = table.concat({id, stream, entry, tokens, tenant}, ' ')
-  if redis.call('ZREM', wait, member) == 1 then add_load(load, stream, tenant, tonumber(tokens), -1) end
-end
-
--- A raw producer's request was accepted when the server stamped its entry. An id made by hand says nothing about time.
-local function accepted_at(entry, now)
-  local created = tonumber(string.match(entry, '^(%d+)-'))
-  if created > now or created < now - 604800000 then return now end
-  return created
-end
+-- Ending requests that have not begun without an engine's help.
 
 -- The answer of a request that ends without an engine's help: its only event, and its record from now on.
 local function answer(base, id, state, problem, now, result_ttl, replay_ttl, attempt, created)
@@ -63,13 +27,6 @@ end
 local EXPIRED = '{"code":"deadline_exceeded","message":"the deadline has passed","param":"ttl_ms"}'
 local CANCELLED = '{"code":"cancelled","message":"the request was cancelled"}'
 local UNWATCHED = '{"code":"cancelled","message":"nobody watches the request any more"}'
-
--- Begins the time for which a request may go on with nobody watching it.
-local function start_watch(base, id, watch_ms)
-  if watch_ms == '' then return end
-  redis.call('HSET', base .. 'req:' .. id, 'watch_ms', watch_ms)
-  redis.call('SET', base .. 'watch:' .. id, '1', 'PX', watch_ms)
-end
 
 -- Ends a waiting request that is past its deadline or was cancelled. One that was begun before, and has told something,
 -- can only be ended by an engine: its stream number and entry are returned.

@@ -9,12 +9,13 @@ from typing import Any
 
 import orjson
 import pytest
+from redis.exceptions import ResponseError
 
 from pagemill.ingest import scripts
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.events import event
 from pagemill.ingest.keys import GROUP, QueueKeys, ShardKeys
-from pagemill.ingest.redis import Client, connect_commands
+from pagemill.ingest.redis import Client, connect_commands, is_unavailable
 
 KEYS = QueueKeys("pm", "default")
 SHARD = KEYS.shards[0]
@@ -207,6 +208,44 @@ def test_scripts_are_sent_again_after_the_server_forgot_them(on_queue: Any) -> N
         replies = await scripts.run(client, calls)
         assert replies == [b"ok 1 0 0 0", b"ok 2"]
         assert await stored(client) == [1, 2]
+
+    on_queue(scenario)
+
+
+def test_one_call_writes_for_many_and_one_requests_trouble_harms_no_other(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        names = [f"r{number}" for number in range(70)]
+        for name in names:
+            await submit(client, name)
+            await engine.begin(await engine.take(), name)
+        await client.set(SHARD.events("r3"), "of another type", ex=60)
+        await client.hset(SHARD.record("r4"), "owner", "e2")
+        await client.hset(SHARD.record("r5"), "deadline", "no number")
+        await client.config_resetstat()
+        calls = [
+            scripts.append(SHARD, name, "e1", 1, 0, [delta(1), delta(2)][: 1 + n % 2]) for n, name in enumerate(names)
+        ]
+        replies = await scripts.run(client, calls)
+        used: Any = await client.info("commandstats")
+        assert used["cmdstat_evalsha"]["calls"] in (3, 6), "as often again where the script was not known"
+        assert isinstance(replies[3], ResponseError) and "WRONGTYPE" in str(replies[3])
+        assert replies[4] == b"stale" and isinstance(replies[5], ResponseError)
+        for number, (name, reply) in enumerate(zip(names, replies, strict=True)):
+            if number not in (3, 4, 5):
+                assert reply == b"ok %d 0 0 0" % (1 + number % 2)
+                assert await stored(client, name) == [1, 2][: 1 + number % 2]
+
+        # A full server refuses all of it, in a way that says: later.
+        await client.config_set("maxmemory", 1)
+        try:
+            replies = await scripts.run(
+                client, [scripts.append(SHARD, f"r{n}", "e1", 1, 1, [delta(2)]) for n in (0, 2)]
+            )
+            assert [is_unavailable(reply) for reply in replies] == [True, True]
+        finally:
+            await client.config_set("maxmemory", 0)
+        assert await stored(client, "r0") == [1]
 
     on_queue(scenario)
 

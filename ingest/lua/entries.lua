@@ -1,25 +1,3 @@
--- Put before every script: what several of them need.
-
--- Live events: SPUBLISH on a Cluster, where a message then stays at its shard's node.
-local PUBLISH = 'PUBLISH'
-
--- The server's clock in ms since the epoch: the only clock that deadlines and heartbeats know.
-local function server_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
-end
-
--- What a record's key says: the beginning of every key of its shard, and the request's id.
-local function parts_of(record)
-  local base, id = string.match(record, '^(.-}:)req:(.*)$')
-  return base, id
-end
-
--- Whether a request is to be watched (`watch_ms` of its record) and nobody has said lately that he does.
-local function is_unwatched(base, id, watch_ms)
-  return watch_ms and watch_ms ~= '' and redis.call('EXISTS', base .. 'watch:' .. id) == 0
-end
-
 -- Whether an entry was delivered to this consumer and to nobody since. False where stream or group are gone.
 local function is_pending(stream, group, entry, consumer)
   local pending = redis.pcall('XPENDING', stream, group, entry, entry, 1)
@@ -68,22 +46,9 @@ local function remove_entry(stream, group, entry)
   redis.call('XDEL', stream, entry)
 end
 
--- Copies an entry's fields, cut to 64 KiB each, to the dead letters.
-local function keep_dead_letter(letters, statistics, stream, entry, reason, problem, attempts)
-  local found = redis.call('XRANGE', stream, entry, entry)[1]
-  if not found then return end
-  local letter = {'reason', reason, 'error', problem, 'attempts', attempts, 'stream', stream, 'entry', entry}
-  for i = 1, math.min(#found[2], 128) do letter[#letter + 1] = string.sub(found[2][i], 1, 65536) end
-  redis.call('XADD', letters, 'MAXLEN', '~', 10000, '*', unpack(letter))
-  redis.call('HINCRBY', statistics, 'dead_letters', 1)
-end
-
--- Publishes ARGV[first...], of which the first has number offset + 1; those up to seq are there already. Returns the new seq.
-local function publish(events, channel, seq, offset, first)
-  for i = first + seq - offset, #ARGV do
-    seq = seq + 1
-    redis.call('XADD', events, seq .. '-0', 'e', ARGV[i])
-    redis.call(PUBLISH, channel, seq .. ' ' .. ARGV[i])
-  end
-  return seq
+-- A raw producer's request was accepted when the server stamped its entry. An id made by hand says nothing about time.
+local function accepted_at(entry, now)
+  local created = tonumber(string.match(entry, '^(%d+)-'))
+  if created > now or created < now - 604800000 then return now end
+  return created
 end
