@@ -29,12 +29,12 @@ from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence, SchedulerOutput, StepResult
 from pagemill.engine.weights import Checkpoint
 from pagemill.kernels.layout import KVLayout
-from pagemill.kernels.ops import select_ops
+from pagemill.kernels.ops import LogitEdits, Ops, select_ops
 
 _log = structlog.get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WARM_UP = "warming up (the first start compiles the kernels)"
+_WARM_UP = "warming up"
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 _PROMPT_ROWS = 32  # rows of logits that are held at a time for a prompt's log-probabilities
 
@@ -62,7 +62,13 @@ class ModelRunner:
         threads = config.threads or available_cores()
         torch.set_num_threads(threads)
         try:
-            self._ops = select_ops(self.device, override=kernels, threads=threads, cache_dir=config.cache_dir)
+            self._ops = select_ops(
+                self.device,
+                override=kernels,
+                threads=threads,
+                cache_dir=config.cache_dir,
+                report=lambda kernel, done, seconds: progress(_compiling(kernel, done, seconds), 0.0),
+            )
         except (ImportError, RuntimeError, ValueError) as error:
             raise ConfigError(f"the kernels for {kernels or self.device} cannot be used: {error}") from error
         meter: MemoryMeter = CudaMemory(self.device) if self.device == "cuda" else CpuMemory()
@@ -85,6 +91,10 @@ class ModelRunner:
                 f"lower gpu_memory_utilization or swap_space, or set kv_cache_memory_bytes.\n{self.budget}"
             ) from error
         _log.info("memory budget", **self.budget.to_dict())
+
+    @property
+    def ops(self) -> Ops:
+        return self._ops
 
     @property
     def spec(self) -> ModelSpec:
@@ -191,6 +201,7 @@ class ModelRunner:
         config = self._config
         progress(_WARM_UP, 0.0)
         self._compute(*self._step_of(tokens=2, rows=1))
+        self._warm_up_rules()
         activations = 0
         if config.num_blocks_override is None and config.kv_cache_memory_bytes is None:
             progress(_WARM_UP, 0.5)
@@ -208,6 +219,12 @@ class ModelRunner:
             held=meter.held(),
             activations=activations,
         )
+
+    def _warm_up_rules(self) -> None:
+        """What only some requests ask for: compiled on their first step, it would hold up everybody's."""
+        logits = torch.zeros((1, self.spec.vocab_size), device=self.device)
+        self._ops.edit_logits(logits, LogitEdits.one_of_each(self.spec.vocab_size))
+        self._ops.logprobs(logits, torch.zeros(1, dtype=torch.int64, device=self.device), 1)
 
     def _host_blocks(self) -> int:
         """Blocks of the host pool. On the CPU the pool lies in host memory already: swapping is for those who ask."""
@@ -248,6 +265,10 @@ class ModelRunner:
         pool = KVPool(self._layout(blocks + 1), self._ops)
         pool.commit()
         return scheduled, pool
+
+
+def _compiling(kernel: str, done: int, seconds: float) -> str:
+    return f"compiling kernel {done + 1}: {kernel} (once on this machine; {seconds:.0f} s so far)"
 
 
 def _device(config: EngineConfig) -> str:

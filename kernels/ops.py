@@ -7,6 +7,9 @@ the model's dtype (float32, bfloat16; on CUDA also float16) and lie on the back 
 
 from __future__ import annotations
 
+import platform
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -256,28 +259,50 @@ class Ops(Protocol):
 
 
 def select_ops(
-    device: str, *, override: str | None = None, threads: int | None = None, cache_dir: str | None = None
+    device: str,
+    *,
+    override: str | None = None,
+    threads: int | None = None,
+    cache_dir: str | None = None,
+    report: Callable[[str, int, float], None] | None = None,
 ) -> Ops:
     """The back end for a device ("cpu", "cuda", "cuda:1"), or the one named by `override`.
 
-    On the CPU that is numba, and plain torch where numba is not installed. threads and cache_dir (compiled kernels;
-    default ~/.cache/pagemill) are for the CPU. Raises ValueError on an unknown name.
+    On the CPU that is numba, and plain torch, with a warning that says why, where numba cannot be used. threads,
+    cache_dir (compiled kernels; default ~/.cache/pagemill) and report (`kernel_cache.Report`) are for the CPU. Raises
+    ValueError on an unknown name, and RuntimeError where an override cannot be used here.
     """
     name = override or ("cpu" if torch.device(device).type == "cpu" else "triton")
     if name == "reference":
         return _reference()
     if name == "cpu":
-        try:
+        problem = numba_problem()
+        if problem is None:
             from pagemill.kernels.cpu.ops import CpuOps
-        except ImportError as error:
-            _log.warning("CPU kernels need numba; running the slow reference", error=str(error))
-            return _reference()
-        return CpuOps(threads=threads, cache_dir=cache_dir)
+
+            return CpuOps(threads=threads, cache_dir=cache_dir, report=report)
+        if override is not None:
+            raise RuntimeError(problem)
+        _log.warning("the CPU kernels cannot be used; running on plain torch, which is slow", reason=problem)
+        return _reference()
     if name in ("triton", "interpret"):
         from pagemill.kernels.triton.ops import TritonOps
 
         return TritonOps(interpret=name == "interpret")
     raise ValueError(f"unknown kernels {name!r}: choose one of {', '.join(BACK_ENDS)}")
+
+
+def numba_problem() -> str | None:
+    """Why the CPU kernels cannot be compiled here, or None where they can."""
+    if sys.byteorder != "little" or sys.maxsize < 2**32:
+        return f"the kernels are for 64-bit little-endian processors, and this is {platform.machine()}"
+    try:
+        import numba.core.config
+    except (ImportError, OSError, AttributeError) as error:  # not there, not whole, or at odds with NumPy
+        return f"numba cannot be imported: {type(error).__name__}: {error}"
+    if numba.core.config.DISABLE_JIT:
+        return "numba is told not to compile (NUMBA_DISABLE_JIT)"
+    return None
 
 
 def _reference() -> Ops:

@@ -161,34 +161,42 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
     """Run the smallest operation of the chosen back end, so that what is reported is what works."""
     import torch
 
-    from pagemill.kernels.ops import select_ops
+    from pagemill.kernels.ops import numba_problem, select_ops
 
     config = settings.engine()
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
-    ops = select_ops(device)
+    ops = select_ops(device, threads=config.threads, cache_dir=config.cache_dir)
     try:
         ones = torch.ones(2, 64, device=device)
         right = bool(torch.allclose(ops.rms_norm(ones, ones[0], 1e-6), ones, atol=1e-3))
     except Exception as error:  # whatever a broken installation raises is the finding
         yield Finding("fail", "kernels", f"{ops.name}: {type(error).__name__}: {error}")
         return
-    threading_layer = ""
-    if ops.name == "cpu":
-        import numba
-
-        threading_layer = f", numba {numba.__version__}, threads by {_threading_layer()}"
-    yield Finding("ok" if right else "fail", "kernels", f"{ops.name} back end computes{threading_layer}")
+    yield Finding("ok" if right else "fail", "kernels", f"{ops.name} back end computes{_how(ops)}")
     if device == "cpu" and ops.name == "reference":
-        yield Finding("note", "kernels", "numba is not installed: plain torch is used, which is slow")
+        yield Finding("note", "kernels", f"plain torch is used, which is slow: {numba_problem()}")
+    if ops.name == "cpu":
+        yield _compiled(ops)
 
 
-def _threading_layer() -> str:
+def _how(ops: Any) -> str:
+    """What the CPU kernels are compiled for, and why so."""
+    if ops.name != "cpu":
+        return ""
     import numba
 
-    try:
-        return str(numba.threading_layer())
-    except ValueError:  # no parallel kernel has run yet
-        return "numba's default"
+    from pagemill.kernels.cpu.target import instructions, processor
+
+    return f": numba {numba.__version__} for {processor()}, {instructions()}, {ops.threads} threads"
+
+
+def _compiled(ops: Any) -> Finding:
+    cache = ops.cache
+    if cache.folder is None:
+        return Finding("note", "kernels", "compiled code cannot be kept: every start compiles for some 15 s")
+    count = sum(1 for path in cache.readable for _ in path.glob("*.kernel"))
+    held = f"{count} compiled kernels" if count else "no compiled kernels yet: the first start takes some 15 s more"
+    return Finding("ok", "kernels", f"{held} in {', '.join(str(path) for path in cache.readable)}")
 
 
 def _model_and_memory(settings: Settings) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ _MODULES = {
     "doctor": "doctor",
     "config": "config_command",
     "models": "models",
+    "kernels": "kernels_command",
 }
 
 

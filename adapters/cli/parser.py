@@ -374,3 +374,12 @@ def _tools(commands: Any) -> None:
         "name", nargs="?", help="folder, .gguf file, cached Hugging Face name; default: the model setting"
     )
     _add_settings(prepare, "engine", "process")
+    parser = _new(commands, "kernels", "the CPU's compiled kernels")
+    kinds = parser.add_subparsers(dest="kernels", metavar="ACTION", title="actions", required=True)
+    build = _new(
+        kinds,
+        "build",
+        "compile all that an engine needs into --cache-dir, so that none compiles at its start: for images. Without "
+        "--model: for any model of Llama's kind",
+    )
+    _add_settings(build, "engine", "process")

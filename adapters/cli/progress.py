@@ -53,6 +53,8 @@ def _bar() -> Iterator[Progress]:
 
         def report(what: str, share: float) -> None:
             if what not in tasks:
+                for earlier in tasks.values():
+                    bars.update(earlier, visible=False)
                 tasks[what] = bars.add_task(what, total=1.0)
             bars.update(tasks[what], completed=share)
 

@@ -10,6 +10,7 @@ import torch
 
 from pagemill.kernels.cpu import attention, edit, elementwise, logprobs, sampler
 from pagemill.kernels.cpu.jit import keep_compiled
+from pagemill.kernels.cpu.kernel_cache import Report
 from pagemill.kernels.cpu.linear import CpuLinear, prepare_linear
 from pagemill.kernels.cpu.plan import attention_items
 from pagemill.kernels.cpu.team import Team
@@ -74,19 +75,21 @@ def _data(array: npt.NDArray[Any]) -> int:
 class CpuOps:
     """`Ops` for the CPU, on a team of `threads` (default: the cores that this process may use).
 
-    Compiled code is kept on disk, see `jit.keep_compiled`. Sets torch to one thread.
+    Compiled code is kept on disk, see `kernel_cache`. Sets torch to one thread.
     """
 
     name = "cpu"
     kv_form: KVForm = "k_major"
 
-    def __init__(self, *, threads: int | None = None, cache_dir: str | None = None) -> None:
+    def __init__(
+        self, *, threads: int | None = None, cache_dir: str | None = None, report: Report | None = None
+    ) -> None:
         self._team = Team(threads or available_threads())
         # What is left to torch is small, and its own team would spin on the cores that ours needs: measured at batch
         # 1 on two busy cores, 26 ms of processor time a step instead of 15.
         torch.set_num_threads(1)
         self._reference = ReferenceOps()
-        self.compiled_folder = keep_compiled(cache_dir)
+        self.cache = keep_compiled(cache_dir, report)
 
     @property
     def threads(self) -> int:

@@ -13,7 +13,7 @@ from tests.adapters.processes import environment, pagemill
 
 COMMANDS = (
     *("demo", "serve", "engine", "gateway", "submit", "watch", "cancel"),
-    *("batch", "dlq", "webhooks", "hooks", "bench", "doctor", "config", "models"),
+    *("batch", "dlq", "webhooks", "hooks", "bench", "doctor", "config", "models", "kernels"),
 )
 
 
@@ -35,7 +35,14 @@ def test_help_names_every_command_and_needs_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [*((name,) for name in COMMANDS), ("bench", "offline"), ("models", "prepare"), ("dlq", "retry")]
+    "command",
+    [
+        *((name,) for name in COMMANDS),
+        ("bench", "offline"),
+        ("models", "prepare"),
+        ("kernels", "build"),
+        ("dlq", "retry"),
+    ],
 )
 def test_each_command_has_help(command: tuple[str, ...]) -> None:
     shown = pagemill(*command, "--help")

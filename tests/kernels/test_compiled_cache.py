@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
+import resource
 import shutil
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
 import torch
 
-from pagemill.kernels.cpu import jit, threads
+from pagemill.kernels.cpu import jit, kernel_cache, threads
+from pagemill.kernels.cpu.kernel_cache import KernelCache, fingerprint
 from pagemill.kernels.cpu.ops import CpuOps
-from pagemill.kernels.cpu.warm_up import warm_up
-from pagemill.kernels.layout import KVLayout
 
-_LAYOUT = KVLayout(num_blocks=1, num_layers=1, block_size=1, num_kv_heads=1, head_dim=2)
+_ONES = torch.ones(1, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -27,22 +30,51 @@ def default_cache_afterwards() -> object:
     jit.keep_compiled()
 
 
-def test_the_folder_is_private_and_named_after_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = jit.keep_compiled(str(tmp_path))
-    assert folder is not None
-    assert folder.parent == tmp_path / "numba"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert jit.keep_compiled(str(tmp_path)) == folder
-    sources = tmp_path / "cpu"
-    shutil.copytree(Path(jit.__file__).parent, sources)
-    monkeypatch.setattr(jit, "__file__", str(sources / "jit.py"))
-    assert jit.keep_compiled(str(tmp_path)) == folder
-    with (sources / "simd.py").open("a") as source:  # a helper, which numba itself would not look at
-        source.write("# edited\n")
-    edited = jit.keep_compiled(str(tmp_path))
-    assert edited != folder
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go in this test; nothing is there."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(folder))
+    return folder
+
+
+def test_the_folder_is_named_after_sources_versions_and_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KernelCache(str(tmp_path))
+    assert cache.folder == tmp_path / "numba" / fingerprint()
+    assert KernelCache(str(tmp_path)).folder == cache.folder
+    sources = tmp_path / "kernels" / "cpu"
+    here = Path(kernel_cache.__file__).parent
+    shutil.copytree(here, sources)
+    for source in here.parent.glob("*.py"):
+        shutil.copy(source, sources.parent)
+    monkeypatch.setattr(kernel_cache, "__file__", str(sources / "kernel_cache.py"))
+    names = {fingerprint()}
+    assert names == {cache.folder.name}
+    for name in ("simd.py", "../rng.py"):  # what numba itself would not look at: a helper, and constants
+        with (sources / name).open("a") as source:
+            source.write("# edited\n")
+        names.add(fingerprint())
     monkeypatch.setattr(numba, "__version__", "0.0")
-    assert jit.keep_compiled(str(tmp_path)) not in (folder, edited)
+    names.add(fingerprint())
+    monkeypatch.setattr(numba.core.config, "BOUNDSCHECK", 1)
+    names.add(fingerprint())
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000, 0o077])
+def test_only_its_owner_can_write_the_folder(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        cache = KernelCache(str(tmp_path / "new"))
+    finally:
+        os.umask(before)
+    assert cache.folder is not None
+    assert tmp_path / "new" in cache.folder.parents
+    for level in (cache.folder, *cache.folder.parents[:2]):
+        assert stat.S_IMODE(level.stat().st_mode) == 0o755 & ~umask
 
 
 def test_other_users_of_numba_keep_their_cache_folder(tmp_path: Path) -> None:
@@ -51,73 +83,157 @@ def test_other_users_of_numba_keep_their_cache_folder(tmp_path: Path) -> None:
     assert before == numba.core.config.CACHE_DIR
 
 
-def test_where_the_folder_cannot_be_made_a_temporary_one_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_folder_cannot_be_made_a_temporary_one_is_used(tmp_path: Path, temporary: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a folder")
-    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    folder = jit.keep_compiled(str(in_the_way))
-    assert folder is not None
-    assert tmp_path / "tmp" in folder.parents
+    cache = KernelCache(str(in_the_way))
+    assert cache.folder is not None
+    assert temporary in cache.folder.parents
 
 
 def test_where_nothing_can_be_written_kernels_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a folder")
-    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(in_the_way))
-    ops = CpuOps(cache_dir=str(in_the_way))
-    assert ops.compiled_folder is None
-    assert ops.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0).tolist() == [[1.0] * 4]
+    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(in_the_way))
+    ops = CpuOps(cache_dir=str(in_the_way), threads=1)
+    assert (ops.cache.folder, ops.cache.readable) == (None, ())
+    assert ops.rms_norm(_ONES, _ONES[0], 0.0).tolist() == [[1.0] * 4]
 
 
-def test_a_folder_that_others_can_write_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_others_can_write_is_not_trusted(tmp_path: Path, temporary: Path) -> None:
     root = tmp_path / "shared"
     (root / "numba").mkdir(parents=True)
     (root / "numba").chmod(0o777)
-    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    folder = jit.keep_compiled(str(root))
+    cache = KernelCache(str(root))
+    assert cache.folder is not None
+    assert root not in cache.folder.parents
+
+
+def test_a_folder_of_root_is_read_and_one_of_another_user_is_not(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image is filled by root and run by somebody else."""
+    folder = KernelCache(str(tmp_path)).folder
     assert folder is not None
-    assert root not in folder.parents
+    real = Path.stat
+    for owner, trusted in ((0, True), (12345, False)):
+
+        def as_of(path: Path, owner: int = owner, **options: Any) -> os.stat_result:
+            fields = list(real(path, **options))
+            return os.stat_result([*fields[:4], owner if tmp_path in path.parents else 777, *fields[5:]])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "stat", as_of)
+            patch.setattr(os, "getuid", lambda: 777)
+            assert (folder in KernelCache(str(tmp_path)).readable) is trusted
 
 
-def test_warm_up_covers_what_a_model_calls_and_tells_its_progress() -> None:
-    told: list[tuple[str, float]] = []
-    warm_up(CpuOps(), _LAYOUT, lambda stage, share: told.append((stage, share)))
-    shares = [share for _, share in told]
-    assert shares == sorted(shares)
-    assert (shares[0], shares[-1]) == (0.0, 1.0)
+def test_a_file_appears_whole_and_a_damaged_one_counts_as_missing(tmp_path: Path) -> None:
+    cache = KernelCache(str(tmp_path))
+    assert cache.folder is not None
+    cache.write("a.kernel", b"machine code")
+    assert cache.read("a.kernel") == b"machine code"
+    assert [path.name for path in cache.folder.iterdir()] == ["a.kernel"]
+    whole = (cache.folder / "a.kernel").read_bytes()
+    for damaged in (b"", whole[:10], whole[:-1], whole[:-1] + b"x", b"\0" * len(whole)):
+        (cache.folder / "a.kernel").write_bytes(damaged)
+        assert cache.read("a.kernel") is None
+    cache.write("a.kernel", b"machine code")
+    assert cache.read("a.kernel") == b"machine code"
+    assert cache.read("b.kernel") is None
 
 
-_SECOND_PROCESS = """
-import numba.core.event, sys, torch
-compiled = []
-class Listener(numba.core.event.Listener):
-    def on_start(self, event): compiled.append(event.data["dispatcher"].py_func.__name__)
-    def on_end(self, event): pass
+_PROCESS = """
+import json, sys, torch
 from pagemill.kernels.cpu.ops import CpuOps
-ops = CpuOps(cache_dir=sys.argv[1])
-with numba.core.event.install_listener("numba:compile", Listener()):
-    ops.silu_and_mul(torch.ones(2, 8))
-    ops.paged_attention
-print(len(compiled))
+from pagemill.kernels.cpu.target import processor
+told = []
+ops = CpuOps(cache_dir=sys.argv[1], threads=1, report=lambda *report: told.append(report))
+ops.silu_and_mul(torch.ones(2, 8))
+ops.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0)
+names = [name.partition("-")[0] for name in ops.cache.compiled]
+print(json.dumps({"compiled": names, "told": told, "loaded": ops.cache.loaded, "folder": str(ops.cache.folder),
+                  "processor": processor()}))
 """
 
 
-def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path) -> None:
-    counts = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", _SECOND_PROCESS, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert "Warning" not in done.stderr
-        counts.append(int(done.stdout))
-    assert counts[0] > 0
-    assert counts[1] == 0
+def _start(folder: Path, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _PROCESS, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def _end(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Warning" not in errors
+    return {**json.loads(output.splitlines()[-1]), "output": output + errors}
+
+
+_BOTH = ["elementwise.silu_and_mul", "elementwise.rms_norm"]
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder that two processes have compiled into at once, and what they told."""
+    folder = tmp_path_factory.mktemp("filled")
+    return folder, [_end(process) for process in [_start(folder), _start(folder)]]
+
+
+def test_the_first_process_tells_what_it_compiles_and_the_next_has_nothing_to(
+    filled: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    folder, results = filled
+    for result in results:
+        assert len(result["compiled"]) + result["loaded"] == 2
+        assert [name for name, _, _ in result["told"]] == result["compiled"]
+        assert [done for _, done, _ in result["told"]] == list(range(len(result["compiled"])))
+        assert [seconds > 0 for _, _, seconds in result["told"]] == [False, True][: len(result["compiled"])]
+    assert any(result["compiled"] == _BOTH for result in results)
+    following = _end(_start(folder))
+    assert (following["compiled"], following["loaded"], following["told"]) == ([], 2, [])
+
+
+def test_what_another_processor_compiled_is_left_alone(filled: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, _ = filled
+    before = set(folder.rglob("*.kernel"))
+    environment = {**os.environ, "NUMBA_CPU_NAME": "nehalem", "NUMBA_CPU_FEATURES": "+sse4.2"}
+    other = _end(_start(folder, env=environment))
+    assert (other["compiled"], other["processor"]) == (_BOTH, "nehalem")
+    assert len(before) == 2
+    assert len(set(folder.rglob("*.kernel")) - before) == 2
+
+
+def _small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
+    """Not a full disk but a limit on files: the same failure of the same write."""
+    result = _end(_start(tmp_path, preexec_fn=_small_files))
+    assert result["compiled"] == _BOTH
+    assert result["folder"] == "None"
+    assert result["output"].count("cannot be kept any more") == 1
+    assert not list(tmp_path.rglob("*.kernel"))
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def _without_privileges() -> None:
+    """Permissions count for root as well, once it has lost CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    if os.getuid() == 0:
+        libc = ctypes.CDLL(None)
+        for capability in (1, 2):
+            libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def test_a_read_only_cache_is_read(filled: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    cache, home = tmp_path / "cache", tmp_path / "home"
+    shutil.copytree(filled[0], cache)
+    home.mkdir()
+    for folder in (home, cache, *cache.rglob("*")):
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o222)
+    result = _end(_start(cache, env={**os.environ, "HOME": str(home)}, preexec_fn=_without_privileges))
+    assert (result["compiled"], result["loaded"]) == ([], 2)
+    assert str(cache) not in result["folder"]
 
 
 @pytest.mark.parametrize(

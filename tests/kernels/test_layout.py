@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import psutil
 import pytest
 import torch
@@ -65,11 +63,6 @@ def test_what_no_kernel_serves_is_refused() -> None:
         KVLayout(**SHAPE, dtype=torch.float64)
     with pytest.raises(IndexError):
         KVLayout(**SHAPE).layer(KVLayout(**SHAPE).allocate(), 3)
-
-
-def test_without_numba_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pagemill.kernels.cpu.ops", None)
-    assert select_ops("cpu").name == "reference"
 
 
 def test_selection_by_device_and_by_name() -> None:

@@ -1,0 +1,27 @@
+"""The processor that kernels are compiled for: this one, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name."""
+
+from __future__ import annotations
+
+from numba.core.registry import cpu_target
+
+
+def processor() -> str:
+    """Its name, as LLVM calls it."""
+    name: str = cpu_target.target_context.codegen().magic_tuple()[1]
+    return name
+
+
+def has(feature: str) -> bool:
+    """Whether it has a feature, as LLVM calls it (avx2, avx512f, avx512bf16, neon)."""
+    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
+    return f"+{feature}" in features.split(",")
+
+
+def instructions() -> str:
+    """The widest vectors that kernels can use, and what becomes of bfloat16, in words."""
+    wide = next((name for feature, name in _WIDE if has(feature)), "128-bit vectors")
+    pairs = "multiplied in pairs" if has("avx512bf16") else "widened to float32"
+    return f"{wide}, bfloat16 {pairs}"
+
+
+_WIDE = (("avx512f", "AVX-512"), ("avx2", "AVX2"), ("avx", "AVX"), ("neon", "NEON"))
