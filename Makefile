@@ -9,7 +9,7 @@ BENCH := build/bench
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run serve test check chaos bench bench-queue bench-scheduler bench-speculation bench-sampler bench-grammar grammar-check \
+.PHONY: help install run serve test check chaos bench bench-queue bench-scheduler bench-speculation bench-sampler bench-linear bench-grammar grammar-check \
 	gpu-check clean
 
 help:  ## list the targets
@@ -77,6 +77,9 @@ bench-queue: $(STAMP)  ## what the queue costs: throughput, latency, a flush, tw
 
 bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parameters
 	$(PY) bench/sampler_cost.py
+
+bench-linear: $(STAMP)  ## cost of a linear layer by the form of its weights, beside the memory's bandwidth
+	PYTHONPATH=. $(PY) -m bench.linear_cost
 
 bench-speculation: $(STAMP)  ## guessed tokens against none: make bench-speculation SESSIONS=agent_sessions.jsonl
 	$(PY) bench/speculation.py $(SESSIONS)

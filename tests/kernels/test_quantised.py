@@ -1,0 +1,138 @@
+"""Quantised weights: what is packed is what is meant, and products with it are products with the dequantised weight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pagemill.kernels.cpu.ops import CpuOps
+from pagemill.kernels.cpu.quantised import prepare_quantised
+from pagemill.kernels.quantised_weight import GROUP, QuantisedWeight, can_quantise, quantise, stack
+from tests.kernels.paged import distance
+
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 5e-3}
+# bits, has a minimum, type of the scales, group, type of the activations: every value of each, not every pair.
+FORMS = [
+    (4, True, np.float16, 32, torch.bfloat16),
+    (4, False, np.float16, 32, torch.bfloat16),
+    (8, False, np.float16, 32, torch.bfloat16),
+    (8, True, np.float32, 16, torch.bfloat16),
+    (4, True, np.float32, 32, torch.float32),
+    (8, False, np.float16, 32, torch.float32),
+]
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CpuOps:
+    return CpuOps(threads=2)
+
+
+def invented(
+    bits: int, has_minimum: bool, dtype: type[np.floating], group: int, features: int, width: int
+) -> QuantisedWeight:
+    """Every code occurs, and scales of both signs, zeros and subnormal numbers among them."""
+    rng = np.random.default_rng(7)
+    low, high = (-128, 127) if bits == 8 else (0, 15) if has_minimum else (-8, 7)
+    codes = rng.integers(low, high + 1, (features, width)).astype(np.int8)
+    # As in GGUF's kinds, whose float32 scales are float16 times a small integer: codes times scales are exact.
+    scale = (rng.standard_normal((features, width // group)) * 0.01).astype(np.float16).astype(dtype) * dtype(5)
+    scale[0, 0], scale[-1, -1], scale[1:3, 0] = 0, np.float16(6e-8), 3e-6
+    minimum = rng.standard_normal(scale.shape).astype(dtype) if has_minimum else None
+    return QuantisedWeight(bits, codes, scale, minimum)
+
+
+@pytest.mark.parametrize(("bits", "has_minimum", "dtype", "group", "activations"), FORMS)
+def test_products_and_rows_are_those_of_the_dequantised_weight(
+    cpu: CpuOps, bits: int, has_minimum: bool, dtype: type[np.floating], group: int, activations: torch.dtype
+) -> None:
+    for features, width, rows in [(144, 64, 3), (100, 192, 13), (5, 32, 1), (1000, 96, 16)]:
+        weight = invented(bits, has_minimum, dtype, group, features, width)
+        values = torch.from_numpy(weight.dequantise())
+        bias = torch.randn(features).to(activations) if rows != 3 else None
+        prepared = prepare_quantised(weight, bias, activations)
+        assert (prepared.in_features, prepared.out_features) == (width, features)
+        x = torch.randn(rows, width).to(activations)
+        actual = cpu.linear(x, prepared)
+        assert actual.dtype == activations
+        expected = x.double() @ values.double().T + (0 if bias is None else bias.double())
+        assert distance(actual, expected) < TOLERANCE[activations]
+        for row in range(rows):
+            assert torch.equal(cpu.linear(x[row : row + 1], prepared), actual[row : row + 1]), (
+                "bits depend on the batch"
+            )
+        ids = torch.tensor([features - 1, 0, features // 2, 0])
+        assert torch.equal(prepared.rows(ids), values[ids].to(activations))
+
+
+def test_products_of_other_shapes_and_rows_that_are_not_there(cpu: CpuOps) -> None:
+    prepared = prepare_quantised(quantise(np.ones((40, 64), np.float32), 8), None, torch.bfloat16)
+    assert cpu.linear(torch.zeros(0, 64, dtype=torch.bfloat16), prepared).shape == (0, 40)
+    assert cpu.linear(torch.ones(2, 64), prepared).dtype == torch.float32
+    with pytest.raises(ValueError, match="expected 64 input features"):
+        cpu.linear(torch.ones(2, 32), prepared)
+    for ids in ([40], [-1], [0, 2**40]):
+        with pytest.raises(IndexError, match=r"rows must lie in 0 \.\. 39"):
+            prepared.rows(torch.tensor(ids))
+    assert prepared.rows(torch.zeros(0, dtype=torch.int64)).shape == (0, 64)
+    with pytest.raises(ValueError, match="float32 and bfloat16"):
+        prepare_quantised(quantise(np.ones((40, 64), np.float32), 8), None, torch.float16)
+
+
+def test_activations_that_are_no_numbers_stay_so_in_their_row_alone(cpu: CpuOps) -> None:
+    prepared = prepare_quantised(invented(4, True, np.float16, 32, 96, 64), None, torch.bfloat16)
+    x = torch.randn(9, 64).bfloat16()
+    clean = cpu.linear(x, prepared)
+    x[4, 40] = float("nan")
+    actual = cpu.linear(x, prepared)
+    assert actual[4].isnan().all()
+    kept = [row for row in range(9) if row != 4]
+    assert torch.equal(actual[kept], clean[kept])
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e9])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_stays_within_half_a_step(bits: int, size: float) -> None:
+    weight = (np.random.default_rng(1).standard_normal((20, 4 * GROUP)) * size).astype(np.float32)
+    weight[3, :GROUP] = 0
+    weight[4, :GROUP] = size
+    weight[5, :GROUP] = -size
+    weight[6, 5] = 40 * size
+    made = quantise(weight, bits)
+    assert made.bits == bits
+    assert made.codes.min() >= (-127 if bits == 8 else 0)
+    assert made.codes.max() <= (127 if bits == 8 else 15)
+    grouped = weight.reshape(20, 4, GROUP)
+    reach = np.abs(grouped).max(2) / 254 if bits == 8 else (grouped.max(2) - grouped.min(2)) / 30
+    # Scale and minimum are float16 where their size allows, and the codes make the best of it.
+    slack = np.abs(grouped).max(2) * 2.0**-10
+    error = np.abs(made.dequantise() - weight).reshape(grouped.shape).max(2)
+    assert (error <= reach + slack).all()
+    assert (made.dequantise()[3, :GROUP] == 0).all()
+
+
+def test_rows_of_broken_groups_are_refused() -> None:
+    assert can_quantise(64)
+    assert not can_quantise(48)
+    with pytest.raises(ValueError, match="multiple of 32, got 48"):
+        quantise(np.ones((2, 48), np.float32), 8)
+    with pytest.raises(ValueError, match="bits must be 4 or 8, got 3"):
+        quantise(np.ones((2, 32), np.float32), 3)
+
+
+def test_weights_of_different_forms_are_stacked_without_changing_a_value() -> None:
+    forms = [
+        (4, False, np.float16, 32),
+        (4, True, np.float16, 32),
+        (8, False, np.float32, 16),
+        (8, True, np.float16, 32),
+    ]
+    for first in forms:
+        for second in forms:
+            parts = [invented(*first, 5, 64), invented(*second, 3, 64)]
+            stacked = stack(parts)
+            assert np.array_equal(stacked.dequantise(), np.concatenate([part.dequantise() for part in parts]))
+    same = stack([invented(4, False, np.float16, 32, 5, 64)] * 2)
+    assert (same.bits, same.scale.dtype, same.minimum) == (4, np.float16, None)
+    order = np.array([4, 0, 4])
+    assert np.array_equal(same.take(order).dequantise(), same.dequantise()[order])
