@@ -34,6 +34,7 @@ class Delivery:
     shard: ShardKeys
     delivery_id: str
     request_id: str
+    tenant: str
     type: str
     url: str
     secret: str
@@ -57,6 +58,7 @@ class Delivery:
             shard,
             name,
             request_id=text(b"request"),
+            tenant=text(b"tenant") or "default",
             type=text(b"type"),
             url=text(b"url"),
             secret=text(b"secret"),

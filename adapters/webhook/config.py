@@ -33,10 +33,15 @@ class WebhookConfig:
     )
     webhook_concurrency: int = _setting(256, "tries at one time")
     webhook_endpoint_concurrency: int = _setting(4, "tries at one time to one host and port")
+    webhook_tenant_concurrency: int | None = _setting(32, "tries at one time of one tenant; none is no limit")
+    webhook_tenant_lookups: int | None = _setting(16, "names looked up at one time for one tenant; none is no limit")
     webhook_poll_ms: int = _setting(200, "how often the outbox is looked at")
 
     def __post_init__(self) -> None:
         whole = {"webhook_concurrency": (1, 4096), "webhook_endpoint_concurrency": (1, 4096)}
+        for name in ("webhook_tenant_concurrency", "webhook_tenant_lookups"):
+            if getattr(self, name) is not None:
+                whole[name] = (1, 4096)
         for name, (low, high) in (whole | {"webhook_poll_ms": (10, 60_000)}).items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -11,13 +11,15 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import structlog
 from redis.exceptions import RedisError
 from yarl import URL
 
 from pagemill.adapters.webhook.config import WebhookConfig
-from pagemill.adapters.webhook.endpoint import Endpoint
+from pagemill.adapters.webhook.endpoint import Endpoint, Line
 from pagemill.adapters.webhook.schedule import next_delay_s
 from pagemill.adapters.webhook.secret_store import SecretStore
 from pagemill.adapters.webhook.sender import GONE, Sender, Try
@@ -28,8 +30,12 @@ from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
 
 MAX_AGE_MS = 72 * 3_600_000  # what its receiver's failures still put off then is given up
-MAX_ENDPOINTS = 10_000
+MAX_KNOWN = 10_000  # receivers, and tenants, that are remembered
+PUT_OFF_MS = 1000
 PAGE = 100
+
+_Place = TypeVar("_Place", bound=Hashable)
+_AnyLine = TypeVar("_AnyLine", bound=Line)
 
 _log = structlog.get_logger(__name__)
 
@@ -48,6 +54,7 @@ class Dispatcher:
         self._deliveries = Deliveries(client, queue)
         self._lease_ms = int(config.webhook_timeout_s * 2000) + 1000
         self._endpoints: OrderedDict[tuple[str, int], Endpoint] = OrderedDict()
+        self._tenants: OrderedDict[str, Line] = OrderedDict()
         self._running: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self.delivered = 0
@@ -122,31 +129,41 @@ class Dispatcher:
         """Start a try; or say what becomes of the delivery instead."""
         if delivery.off:
             return settle(delivery, claimed.lease, "disabled", error=f"its URL is off: {delivery.off}")
-        endpoint = self._endpoint(delivery.url)
-        wait_s = endpoint.ask(time.monotonic())
+        now, config = time.monotonic(), self._config
+        tenant = _known(self._tenants, delivery.tenant, lambda: Line(config.webhook_tenant_concurrency))
+        endpoint = _known(self._endpoints, _place(delivery.url), lambda: Endpoint(config.webhook_endpoint_concurrency))
+        wait_s, error = tenant.ask(now), "its tenant has had too many others"
+        if wait_s <= 0:
+            wait_s, error = endpoint.ask(now), f"its receiver has been failing for too long; {delivery.error}"
+            if wait_s > 0:
+                tenant.take_back()
         if wait_s > 0:
             if claimed.now - delivery.since > MAX_AGE_MS:
-                error = f"its receiver has been failing for too long; {delivery.error}"
                 return settle(delivery, claimed.lease, "dead", error=error)
             return settle(delivery, claimed.lease, "later", delay_ms=int(wait_s * 1000))
-        task = asyncio.create_task(self._deliver(delivery, claimed.lease, endpoint))
+        task = asyncio.create_task(self._deliver(delivery, claimed.lease, endpoint, tenant))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return None
 
-    async def _deliver(self, delivery: Delivery, lease: str, endpoint: Endpoint) -> None:
+    async def _deliver(self, delivery: Delivery, lease: str, endpoint: Endpoint, tenant: Line) -> None:
         begun = time.monotonic()
-        failed = False
+        outcome, keys = Try(put_off=True), list[bytes]()
         try:
             keys = self._store.keys(delivery.secret)
             if keys:
-                outcome = await self._sender.send(delivery.url, delivery.delivery_id, delivery.payload(), keys)
-                failed = outcome.is_overload
+                outcome = await self._sender.send(
+                    delivery.url, delivery.delivery_id, delivery.payload(), keys, delivery.tenant
+                )
             else:
                 outcome = Try(error=f"no secret {delivery.secret!r} is configured")
         finally:
             now = time.monotonic()
-            endpoint.end(now, now - begun, failed)
+            if outcome.put_off:
+                endpoint.take_back()
+            else:
+                endpoint.end(now, now - begun, outcome.is_overload and bool(keys))
+            tenant.end(now, now - begun)
         if outcome.status == GONE:
             try:
                 await self._deliveries.disable(delivery.url, "410 gone", int(time.time() * 1000), limit=MAX_OFF)
@@ -160,7 +177,15 @@ class Dispatcher:
         status, error = outcome.status, outcome.error
         if outcome.is_delivered:
             return settle(delivery, lease, "delivered", status=status)
-        log = _log.bind(hook=delivery.delivery_id, request_id=delivery.request_id, status=status, reason=error)
+        if outcome.put_off:
+            return settle(delivery, lease, "later", delay_ms=PUT_OFF_MS)
+        log = _log.bind(
+            hook=delivery.delivery_id,
+            request_id=delivery.request_id,
+            tenant=delivery.tenant,
+            status=status,
+            reason=error,
+        )
         if outcome.blocked:
             log.warning("webhook blocked", url=delivery.url)
             return settle(delivery, lease, "blocked", error=error)
@@ -188,23 +213,25 @@ class Dispatcher:
                     return
             await backoff.sleep()
 
-    def _endpoint(self, url: str) -> Endpoint:
-        try:
-            parts = URL(url)
-            place = (parts.host or "", parts.port or 0)
-        except ValueError:
-            place = ("", 0)
-        endpoint = self._endpoints.get(place)
-        if endpoint is None:
-            endpoint = self._endpoints[place] = Endpoint(self._config.webhook_endpoint_concurrency)
-            if len(self._endpoints) > MAX_ENDPOINTS:
-                self._forget()
-        self._endpoints.move_to_end(place)
-        return endpoint
 
-    def _forget(self) -> None:
-        """Drop receivers that there is nothing to remember of; then, if need be, the ones used longest ago."""
-        for place in [place for place, endpoint in self._endpoints.items() if endpoint.is_idle]:
-            del self._endpoints[place]
-        while len(self._endpoints) > MAX_ENDPOINTS:
-            self._endpoints.popitem(last=False)
+def _place(url: str) -> tuple[str, int]:
+    try:
+        parts = URL(url)
+        return parts.host or "", parts.port or 0
+    except ValueError:
+        return "", 0
+
+
+def _known(lines: OrderedDict[_Place, _AnyLine], place: _Place, make: Callable[[], _AnyLine]) -> _AnyLine:
+    """The line of a place, made where there is none. Of too many, those are dropped that there is nothing to remember
+    of, then, if need be, the ones used longest ago."""
+    line = lines.get(place)
+    if line is None:
+        if len(lines) >= MAX_KNOWN:
+            for old in [old for old, item in lines.items() if item.is_idle]:
+                del lines[old]
+        while len(lines) >= MAX_KNOWN:
+            lines.popitem(last=False)
+        line = lines[place] = make()
+    lines.move_to_end(place)
+    return line

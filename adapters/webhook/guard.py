@@ -12,12 +12,10 @@ as a whole: where they lead depends on a translator that this process does not k
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +23,8 @@ from typing import Any
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
+from pagemill.adapters.webhook.lookups import Lookups
 from pagemill.engine.errors import ConfigError
-
-LOOKUPS = 64  # at one time; a name server that is slow for one endpoint must not hold up the others
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -114,27 +111,36 @@ class _Target:
     host: str
     port: int
     is_named: bool  # its name is allowed, wherever that leads
+    owner: str
     blocked: list[str] = field(default_factory=list)
+    is_queued: bool = False  # it waits for a look-up of its owner's to end
 
 
 _target: ContextVar[_Target | None] = ContextVar("webhook_target", default=None)
 
 
 class Guard:
-    """Decides for one sender. `lookup(host, port)` gives the addresses of a name; default: the system's."""
+    """Decides for one sender. `lookup(host, port)` gives the addresses of a name; default: the system's, at most
+    `owner_lookups` at one time for one owner."""
 
     def __init__(
-        self, allow: AllowList, ports: frozenset[int], *, lookup: Lookup | None = None, has_proxy: bool = False
+        self,
+        allow: AllowList,
+        ports: frozenset[int],
+        *,
+        lookup: Lookup | None = None,
+        owner_lookups: int | None = None,
+        has_proxy: bool = False,
     ) -> None:
         self._allow = allow
         self._ports = ports
         self._has_proxy = has_proxy
-        self._pool = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="webhook-lookup")
+        self._lookups = Lookups(owner_lookups)
         self._lookup = self._system_lookup if lookup is None else lookup
 
-    def enter(self, text: str) -> URL:
-        """Check a URL and remember it as the current task's target. Returns what is to be requested, as it was checked.
-        Raises `Blocked`."""
+    def enter(self, text: str, owner: str = "") -> URL:
+        """Check a URL and remember it as the current task's target, wanted by `owner`. Returns what is to be requested,
+        as it was checked. Raises `Blocked`."""
         try:
             url = URL(text)
             host, port = url.raw_host, url.port
@@ -155,13 +161,18 @@ class Guard:
             raise Blocked(f"port {port}")
         if is_literal and not is_allowed and not is_public(host):
             raise Blocked(f"address {host} is not public")
-        _target.set(_Target(host, port, is_named))
+        _target.set(_Target(host, port, is_named, owner))
         return url
 
     def why_blocked(self) -> str | None:
         """Why the current task's target was refused while it was connected to; None: it was not."""
         target = _target.get()
         return target.blocked[0] if target is not None and target.blocked else None
+
+    def is_queued(self) -> bool:
+        """Whether the current task's target still waits for other look-ups of its owner."""
+        target = _target.get()
+        return target is not None and target.is_queued
 
     def socket(self, info: Any) -> socket.socket:
         """The connector's socket factory: the last look, at the address that is dialled."""
@@ -180,7 +191,7 @@ class Guard:
         return found
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lookups.close()
 
     def _check(self, address: str) -> None:
         target = _target.get()
@@ -191,9 +202,13 @@ class Guard:
             raise Blocked(target.blocked[-1])
 
     async def _system_lookup(self, host: str, port: int) -> Sequence[str]:
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._pool, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        return list(dict.fromkeys(str(place[0]) for *_, place in found))
+        target = _target.get()
+        if target is None:
+            raise Blocked("nobody has checked this target")
+        target.is_queued = True
+        await self._lookups.begin(target.owner)
+        target.is_queued = False
+        return await self._lookups.find(target.owner, host, port)
 
 
 class GuardedResolver(AbstractResolver):

@@ -24,12 +24,14 @@ GONE = 410
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """How a try ended: with a `status`, or an `error` instead of one. `blocked`: nothing was connected to."""
+    """How a try ended: with a `status`, or an `error` instead of one. `blocked`: nothing was connected to. `put_off`:
+    it was none, since its owner's other look-ups took all the time."""
 
     status: int | None = None
     error: str = ""
     retry_after_s: float | None = None
     blocked: bool = False
+    put_off: bool = False
 
     @property
     def is_delivered(self) -> bool:
@@ -38,7 +40,7 @@ class Try:
     @property
     def is_overload(self) -> bool:
         """Whether the receiver is to be spared: it did not answer, or said that it cannot take more now."""
-        return not self.blocked and (self.status is None or self.status == 429 or self.status >= 500)
+        return not (self.blocked or self.put_off) and (self.status is None or self.status == 429 or self.status >= 500)
 
 
 class Sender:
@@ -48,7 +50,11 @@ class Sender:
         self._proxy = config.webhook_proxy
         self._timeout_s = config.webhook_timeout_s
         self._guard = Guard(
-            AllowList.parse(config.webhook_allow), config.ports, lookup=lookup, has_proxy=self._proxy is not None
+            AllowList.parse(config.webhook_allow),
+            config.ports,
+            lookup=lookup,
+            owner_lookups=config.webhook_tenant_lookups,
+            has_proxy=self._proxy is not None,
         )
         self._session: aiohttp.ClientSession | None = None
 
@@ -78,13 +84,14 @@ class Sender:
             await self._session.close()
         self._guard.close()
 
-    async def send(self, url: str, message_id: str, body: bytes, keys: Sequence[bytes]) -> Try:
-        """POST `body` to `url`, signed with each of `keys`. Never raises for what the other side does."""
+    async def send(self, url: str, message_id: str, body: bytes, keys: Sequence[bytes], owner: str = "") -> Try:
+        """POST `body` to `url`, signed with each of `keys`. `owner`: whose look-ups are counted together. Never raises
+        for what the other side does."""
         assert self._session is not None
         headers = sign(keys, message_id, int(time.time()), body)
         try:
             async with asyncio.timeout(self._timeout_s):
-                target = self._guard.enter(url)
+                target = self._guard.enter(url, owner)
                 async with self._session.post(
                     target, data=body, headers=headers, allow_redirects=False, proxy=self._proxy
                 ) as answer:
@@ -94,6 +101,8 @@ class Sender:
         except Blocked as error:
             return Try(error=str(error), blocked=True)
         except TimeoutError:
+            if self._guard.is_queued():
+                return Try(error="too many names are looked up", put_off=True)
             return Try(error=f"no answer within {self._timeout_s:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if (why := self._guard.why_blocked()) is not None:

@@ -1,6 +1,6 @@
 -- Put before scripts that begin or end a request with a callback: its webhooks go into the outbox in the same step.
 -- `hook:due`: sorted set, server ms from which on a delivery may be sent by its id. `hook:<id>`: hash, the delivery:
--- request, type, url, secret (a name), data (JSON), created, state, tries.
+-- request, tenant, type, url, secret (a name), data (JSON), created, state, tries.
 
 local HOOK_TTL_MS = 604800000
 
@@ -16,8 +16,9 @@ local function put_hook(base, id, created, callback, kind, data, now)
   local key = base .. 'hook:' .. name
   if redis.call('EXISTS', key) == 1 then return end
   if type(data) == 'function' then data = data(told) end
-  redis.call('HSET', key, 'request', id, 'type', kind, 'url', told.url, 'secret', told.secret, 'data', data,
-    'created', now, 'state', 'waiting', 'tries', 0)
+  local tenant = redis.call('HGET', base .. 'req:' .. id, 'tenant') or 'default'
+  redis.call('HSET', key, 'request', id, 'tenant', tenant, 'type', kind, 'url', told.url, 'secret', told.secret,
+    'data', data, 'created', now, 'state', 'waiting', 'tries', 0)
   redis.call('PEXPIRE', key, HOOK_TTL_MS)
   redis.call('ZADD', base .. 'hook:due', now, name)
 end

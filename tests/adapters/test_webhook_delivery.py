@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
+import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -245,6 +248,82 @@ def test_slow_and_failing_receivers_do_not_slow_the_others(run: Any, queue_confi
     assert figures["healthy_delivered"] == 36
     assert figures["healthy_p99_s"] < 1.0, figures
     assert figures["most_at_once_to_dripping"] <= 4
+
+
+def test_a_tenant_with_many_dead_receivers_slows_only_itself(
+    run: Any, queue_config: QueueConfig, secrets: Path
+) -> None:
+    """Each of them is a receiver of its own, so only what is counted by tenant holds them back."""
+
+    async def hang(receiver: Receiver, request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    async def here(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    dead = 150
+    names = ",".join(f"dead{number}.example" for number in range(dead))
+    config = settings(
+        webhook_allow=f"127.0.0.1,{names}", webhook_concurrency=32, webhook_tenant_concurrency=8, webhook_timeout_s=3.0
+    )
+
+    async def scenario() -> None:
+        async with receiving(hang) as hanging, receiving() as healthy:
+            port = hanging.url.rpartition(":")[2]
+            await put(queue_config, f"http://dead{{}}.example:{port}", dead, name="dead", tenant="bad")
+            await put(queue_config, healthy.url, 20, name="ok", tenant="good")
+            begun = time.monotonic()
+            async with dispatching(queue_config, config, secrets, here):
+                await healthy.wait_for(20)
+                assert time.monotonic() - begun < 2.5, "less than the time of one dead try"
+                await hanging.wait_for(8)
+                assert len(hanging.seen) == 8
+        client = connect_commands(queue_config.redis_url, "test")
+        waiting = await record(client, "dead149")
+        assert (waiting["tenant"], waiting["tries"], waiting["state"]) == ("bad", "0", "waiting")
+        await client.aclose()
+
+    run(scenario())
+
+
+def test_a_tenant_whose_names_are_never_found_slows_only_itself(
+    run: Any, queue_config: QueueConfig, secrets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+    asked: list[str] = []
+
+    def silent(host: str, port: int, **_: Any) -> Any:
+        asked.append(host)
+        if host.startswith("dead"):
+            answered.wait(30)
+            raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    config = settings(
+        webhook_allow="127.0.0.1,ok.example", webhook_tenant_lookups=4, webhook_timeout_s=1.0, webhook_delays_s="60"
+    )
+
+    async def scenario() -> None:
+        client = connect_commands(queue_config.redis_url, "test")
+        async with receiving() as healthy:
+            await put(queue_config, "https://dead{}.example/", 40, name="dead", tenant="bad")
+            url = healthy.url.replace("127.0.0.1", "ok.example")
+            await put(queue_config, url, 5, name="ok", tenant="good")
+            async with dispatching(queue_config, config, secrets):
+                await healthy.wait_for(5, 5.0)
+                assert sum(host.startswith("dead") for host in asked) == 4, "their threads hang, and take no others"
+                # Those whose look-up hung have failed; the others were not tried at all.
+                for number in range(4):
+                    await until_state(client, f"dead{number}", "retrying")
+                waiting = await record(client, "dead20")
+                assert (waiting["tries"], waiting["state"]) == ("0", "waiting")
+                answered.set()
+                await until_state(client, "dead20", "retrying")
+        await client.aclose()
+
+    run(scenario())
 
 
 def test_retry_after() -> None:

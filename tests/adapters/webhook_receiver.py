@@ -15,6 +15,7 @@ from aiohttp import web
 
 from pagemill.adapters.webhook.config import WebhookConfig
 from pagemill.adapters.webhook.dispatcher import Dispatcher
+from pagemill.adapters.webhook.guard import Lookup
 from pagemill.adapters.webhook.secret_store import SecretStore
 from pagemill.adapters.webhook.sender import Sender
 from pagemill.ingest.client import AsyncClient
@@ -69,12 +70,16 @@ async def receiving(answer: Answer = accept) -> AsyncIterator[Receiver]:
         await runner.cleanup()
 
 
-async def put(queue: QueueConfig, url: str, count: int = 1, secret: str | None = None, name: str = "r") -> None:
-    """Put `count` deliveries into the outbox: requests that are cancelled before anybody has begun them."""
+async def put(
+    queue: QueueConfig, url: str, count: int = 1, secret: str | None = None, name: str = "r", tenant: str = "default"
+) -> None:
+    """Put `count` deliveries into the outbox: requests that are cancelled before anybody has begun them. `url` may have
+    a place for the number, `{}`."""
     async with AsyncClient(queue) as client:
         for number in range(count):
-            callback = {"url": url, "secret": secret}
-            await client.submit("x", id=f"{name}{number}", callback=callback, metadata={"n": str(number)})
+            callback = {"url": url.replace("{}", str(number)), "secret": secret}
+            about = {"metadata": {"n": str(number)}, "tenant": tenant}
+            await client.submit("x", id=f"{name}{number}", callback=callback, **about)
             await client.cancel(f"{name}{number}")
 
 
@@ -84,10 +89,12 @@ def settings(**changes: Any) -> WebhookConfig:
 
 
 @asynccontextmanager
-async def dispatching(queue: QueueConfig, config: WebhookConfig, secrets: Path) -> AsyncIterator[Dispatcher]:
+async def dispatching(
+    queue: QueueConfig, config: WebhookConfig, secrets: Path, lookup: Lookup | None = None
+) -> AsyncIterator[Dispatcher]:
     """A dispatcher at work; stopped cleanly at the end."""
     client = connect_commands(queue.redis_url, "test-webhooks")
-    async with Sender(config) as sender:
+    async with Sender(config, lookup=lookup) as sender:
         dispatcher = Dispatcher(client, queue, config, sender, SecretStore(secrets))
         task = asyncio.create_task(dispatcher.run())
         try:
