@@ -21,6 +21,7 @@ from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lo
 
 _PAGE = 100
 REAP_S = 1.0
+LOSS_LOG_S = 5.0  # streams that somebody deletes again and again do not fill the log
 WEIGHTS = (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 2)  # 8 turns of 12 for high, 3 for normal, 1 for batch priority
 
 _log = structlog.get_logger(__name__)
@@ -78,6 +79,8 @@ class StreamReader:
         self._blocking = connect_blocking(config.redis_url, owner)
         self._turns = Turns()
         self._grouped = False
+        self._losses = 0
+        self._tell_loss_at = float("-inf")
         self._recover = False
         self._reap_at = clock()
         self._backoff = Backoff()
@@ -95,7 +98,11 @@ class StreamReader:
             self._recover = True
             if isinstance(error, ResponseError) and (is_group_lost(error) or "no such key" in str(error)):
                 self._grouped = False
-                _log.warning("stream or group has gone and is made again", reason=str(error))
+                self._losses += 1
+                if self._clock() >= self._tell_loss_at:
+                    self._tell_loss_at = self._clock() + LOSS_LOG_S
+                    _log.warning("stream or group has gone and is made again", reason=str(error), times=self._losses)
+                    self._losses = 0
                 await asyncio.sleep(0.1)
                 return []
             if not is_unavailable(error):

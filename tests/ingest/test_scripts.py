@@ -422,8 +422,35 @@ def test_deadline_counts_from_acceptance_on_the_servers_clock(on_queue: Any) -> 
         begun = await engine.begin(await engine.take(), "b")
         assert isinstance(begun, scripts.BeginReply) and begun.created == begun.now
 
-        await client.hset(SHARD.record("a"), "deadline", "1")
-        assert (await engine.append(1, 0, [delta(1)])).expired
+    on_queue(scenario)
+
+
+def test_a_deadline_is_seen_by_every_script_that_goes_on_with_a_request(on_queue: Any) -> None:
+    """By the server's clock: at begin, append and reap. `submit` starts it, and ends what has waited too long."""
+
+    async def scenario(client: Client) -> None:
+        engine, heir = Engine(client, "e1"), Engine(client, "e2")
+        await engine.beat()
+        for name in ("a", "b", "c"):
+            await submit(client, name, ttl_ms=60_000)
+        entries = [await engine.take() for _ in range(2)]
+        begun = await engine.begin(entries[0], "a")
+        assert isinstance(begun, scripts.BeginReply) and begun.now < begun.deadline
+        assert not (await engine.append(1, 0, [delta(1)])).expired
+        for name in ("a", "b", "c"):
+            await client.hset(SHARD.record(name), "deadline", begun.now - 1)
+        await client.zadd(SHARD.waiting, dict.fromkeys(await client.zrange(SHARD.waiting, 0, -1), begun.now - 1))
+        assert (await engine.append(1, 1, [delta(2)])).expired
+        late = await engine.begin(entries[1], "b")
+        assert isinstance(late, scripts.BeginReply) and late.now > late.deadline
+        # Nobody has taken `c`: the next submission tells its reader.
+        await submit(client, "d")
+        assert await client.hget(SHARD.record("c"), "state") == b"expired"
+        # The engine dies. What it ran had no token since `b` was begun, and would wait for its retry; not past its end.
+        await client.zrem(SHARD.heartbeats, "e1")
+        assert await heir.reap(ending_only=True, retry_delay_ms=30_000) == entries
+        taken = await heir.begin(entries[0], "a")
+        assert isinstance(taken, scripts.BeginReply) and taken.now > taken.deadline
 
     on_queue(scenario)
 
