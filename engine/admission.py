@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.tool_calls import ToolParserSetting
 from pagemill.engine.values import shown
 
 
@@ -21,6 +22,7 @@ class Limits:
     default_max_tokens: int
     max_num_seqs: int
     eos_token_ids: tuple[int, ...] = ()
+    tool_call_parser: ToolParserSetting = "auto"
 
 
 def resolve_max_tokens(prompt_tokens: int, params: SamplingParams, limits: Limits) -> int:

@@ -105,6 +105,7 @@ class BeamGroup(Group):
             skip_special_tokens=self._first.params.skip_special_tokens, max_tokens=len(beam.token_ids), ignore_eos=True
         )
         own = Request(self.request_id, self._first.prompt_token_ids, params, 0, len(beam.token_ids), index=index)
+        own.tool_parser = self._first.tool_parser
         processor = OutputProcessor(self._tokenizer, own, ())
         shown = beam.token_ids[:-1] if beam.ended else beam.token_ids
         for token_id in shown:

@@ -7,6 +7,7 @@ template makes of a conversation is `chat_template`'s business.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 from pagemill.engine.errors import RequestError, invalid
+from pagemill.engine.tool_choice import ToolChoice
 from pagemill.engine.values import as_integer, as_number, shown
 
 MAX_TOOLS = 128
@@ -29,6 +31,7 @@ CHAT_FIELDS = (
     "messages",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
     "chat_template",
     "chat_template_kwargs",
     "add_generation_prompt",
@@ -57,8 +60,8 @@ class Chat:
     messages: objects with role and content (text or a list of text parts). An assistant's may have `tool_calls`, whose
         arguments reach the template as an object where they are one, and `reasoning_content`; a tool's `tool_call_id`.
         A developer is the system to templates that know none.
-    tools: OpenAI's tool objects, for the template to describe. None where there are none, or `tool_choice` is "none";
-        "auto" is the other choice.
+    tools: OpenAI's tool objects, for the template to describe. None where there are none, or `tool_choice` is "none".
+    tool_choice, parallel_tool_calls: become `choice`, what the answer may do with the tools; None without tools.
     chat_template_kwargs: variables for the template, such as enable_thinking. One that it does not read has no effect.
     add_generation_prompt: whether the template begins an answer; by default, unless continue_final_message.
     continue_final_message: go on in the last message instead of answering it.
@@ -70,25 +73,35 @@ class Chat:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: InitVar[Any] = None
+    parallel_tool_calls: InitVar[Any] = None
     chat_template: InitVar[Any] = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    choice: ToolChoice | None = dataclasses.field(default=None, init=False)
 
-    def __post_init__(self, tool_choice: Any, chat_template: Any) -> None:
+    def __post_init__(self, tool_choice: Any, parallel_tool_calls: Any, chat_template: Any) -> None:
         if chat_template is not None:
             raise invalid("chat_template cannot be sent with a request: the model's own is used", "chat_template")
         messages = _messages(self.messages)
         tools = _tools(self.tools)
+        parallel = _flag("parallel_tool_calls", parallel_tool_calls, default=True)
+        choice = ToolChoice.read(tools, tool_choice, parallel)
         continues = _flag("continue_final_message", self.continue_final_message, default=False)
         fixed: dict[str, Any] = {
             "messages": messages,
-            "tools": None if _is_none(tool_choice) else tools,
+            "tools": None if choice is None else tools,
+            "choice": choice,
             "chat_template_kwargs": _kwargs(self.chat_template_kwargs),
             "add_generation_prompt": _flag("add_generation_prompt", self.add_generation_prompt, default=not continues),
             "continue_final_message": continues,
         }
         if continues:
+            if choice is not None and choice.is_forced:
+                raise invalid(
+                    "continue_final_message cannot be combined with a tool_choice that forces a call",
+                    "continue_final_message",
+                )
             if fixed["add_generation_prompt"]:
                 raise invalid(
                     "continue_final_message cannot be combined with add_generation_prompt", "continue_final_message"
@@ -338,15 +351,6 @@ def _tool(where: str, value: object) -> dict[str, Any]:
         raise invalid(f"{name}.strict must be true or false, got {_kind(function['strict'])}", f"{name}.strict")
     # In the order that they came in: templates write it out, and models know the usual one.
     return {"type": "function", "function": {key: _plain(f"{name}.{key}", item) for key, item in function.items()}}
-
-
-def _is_none(tool_choice: object) -> bool:
-    if tool_choice not in (None, "auto", "none"):
-        raise invalid(
-            f'tool_choice must be "auto" or "none", got {shown(tool_choice)}: a call cannot be forced yet',
-            "tool_choice",
-        )
-    return tool_choice == "none"
 
 
 def _kwargs(value: object) -> dict[str, Any]:

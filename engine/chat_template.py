@@ -19,6 +19,8 @@ from typing import Any
 from pagemill.engine.chat import Chat, map_strings, strings
 from pagemill.engine.encoding import encode, encode_inner
 from pagemill.engine.errors import invalid
+from pagemill.engine.tool_calls import ToolParserName, parser_of
+from pagemill.engine.tool_prompt import knows_tools, with_tools
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = str.maketrans("", "", _OPEN + _CLOSE)
@@ -37,6 +39,7 @@ class ChatTemplate:
         self._backend = backend
         self._normalizer = backend.normalizer
         source = _source(transformers_tokenizer.chat_template)
+        self._tool_parser = parser_of(source) if knows_tools(source) else "hermes"
         added = backend.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token.special}
         written = {
@@ -57,6 +60,12 @@ class ChatTemplate:
         )
 
     @property
+    def tool_parser(self) -> ToolParserName | None:
+        """How the model writes calls of tools. One whose template knows no tools is told to write them as Hermes does.
+        None: in a way that is not known here."""
+        return self._tool_parser
+
+    @property
     def exists(self) -> bool:
         return bool(self._renderer.chat_template)
 
@@ -65,18 +74,17 @@ class ChatTemplate:
         if not self.exists:
             raise invalid("this model has no chat template; send prompt instead of messages", "messages")
         source = self._source_for(chat)
-        if chat.tools is not None and not re.search(r"\btools\b", source):
-            raise invalid("this model's chat template has no place for tools; leave them out", "tools")
         kwargs = chat.chat_template_kwargs or {}
         for name in kwargs:
             if name in self._renderer.special_tokens_map:
                 field = f"chat_template_kwargs.{name}"
                 raise invalid(f"{field} is one of the model's own tokens, not a variable", field)
-        messages: Any = chat.messages
+        tools = chat.tools if knows_tools(source) else None
+        messages: Any = with_tools(chat.messages, None if tools else chat.tools, chat.choice, source)
         if "developer" not in source:
             # OpenAI's newer name. What a template makes of a role that it does not know, no model was trained on.
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        written: Any = (messages, chat.tools, kwargs)
+        written: Any = (messages, tools, kwargs)
         if self._normalizes:
             written = map_strings(written, self._normalized)
         messages, tools, kwargs = written

@@ -8,6 +8,7 @@ from os import PathLike, fspath
 from typing import Any, Literal
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.tool_calls import PARSERS, ToolParserSetting
 from pagemill.engine.values import as_integer, as_number, shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -69,6 +70,10 @@ class EngineConfig:
     prompt_lookup_max: int = _setting(4, "longest run of last tokens that is looked up, 1 to 16")
     prompt_lookup_min: int = _setting(2, "shortest run of last tokens that is looked up")
     default_max_tokens: int = _setting(1024, "max_tokens of a request that does not say")
+    tool_call_parser: ToolParserSetting = _setting(
+        "auto",
+        "how the model writes calls of tools: hermes, llama3_json, mistral, none, or auto (by its chat template)",
+    )
     skip_tokenizer_init: bool = _setting(False, "serve token ids only, without a tokenizer")
     threads: int | None = _setting(None, "CPU threads of the model; default: the cores this process may use")
     cache_dir: str | None = _setting(None, "converted models and compiled kernels; default ~/.cache/pagemill")
@@ -79,6 +84,7 @@ class EngineConfig:
         _one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "fair"))
         _one_of("admission", self.admission, ("optimistic", "reserve"))
+        _one_of("tool_call_parser", self.tool_call_parser, ("auto", "none", *PARSERS))
         for name in ("model", "served_model_name", "cache_dir"):
             self._keep(name, _text(name, getattr(self, name)))
         for name in ("enable_prefix_caching", "skip_tokenizer_init"):

@@ -14,7 +14,7 @@ character begun in the prompt are left out; a leading space is dropped only wher
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pagemill.engine.tokenizer import Tokenizer
 
@@ -23,15 +23,21 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one sequence. Cost per token: O(length of its text)."""
+    """The text of one sequence. `kept`: special tokens that stay in it. Cost per token: O(length of its text)."""
 
-    __slots__ = ("_at_start", "_gap", "_in_prompt_character", "_pieces", "_skip_special", "_utf8")
+    __slots__ = ("_at_start", "_gap", "_in_prompt_character", "_kept", "_pieces", "_skip_special", "_utf8")
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        kept: Collection[int] = (),
     ) -> None:
         self._pieces = tokenizer.token_bytes
         self._skip_special = skip_special_tokens
+        self._kept = kept
         self._utf8 = _Utf8Decoder("replace")
         self._at_start = True
         self._in_prompt_character = False
@@ -72,6 +78,6 @@ class Detokenizer:
         return text
 
     def _bytes(self, token_id: int) -> bytes:
-        if self._skip_special and self._pieces.is_special(token_id):
+        if self._skip_special and self._pieces.is_special(token_id) and token_id not in self._kept:
             return b""
         return self._pieces[token_id]

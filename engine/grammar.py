@@ -50,7 +50,7 @@ _MAX_GRAMMARS = 64
 _MAX_SOURCE = 1 << 20  # characters of all cached grammars; what is compiled takes a hundred times as much
 _MAX_TOKEN_BYTES = 512  # the trie has no room for tokens of some thousand
 _MESSAGE_LENGTH = 300
-_PREFIX = re.compile(r"^at 1\(8\): (failed to compile JSON schema: )?|^failed to parse \"%json\": ")
+_PREFIX = re.compile(r"^(at \d+\(\d+\): )?failed to compile JSON schema: |^at 1\(8\): |^failed to parse \"%json\": ")
 _PHRASES = (
     ("Unimplemented keys", "these keywords are not supported"),
     (

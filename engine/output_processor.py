@@ -45,7 +45,12 @@ class OutputProcessor:
             raise invalid("stop strings need a tokenizer, and this engine runs without one", "stop")
         self._checker = StopChecker(params, request.max_tokens, eos_token_ids)
         self._detokenizer = (
-            Detokenizer(tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            Detokenizer(
+                tokenizer,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                kept=tokenizer.marker_ids(request.tool_parser),
+            )
             if tokenizer is not None
             else None
         )

@@ -14,7 +14,9 @@ from pagemill.engine.grammar import GrammarCompiler
 from pagemill.engine.logit_rules import LogitRules
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
+from pagemill.engine.structured_outputs import StructuredOutputs
 from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.tool_calls import ToolParserName
 from pagemill.engine.values import as_integer
 
 
@@ -103,18 +105,37 @@ def make_request(
         priority=priority,
     )
     check_request(request, limits)
-    request.rules = _rules(params, limits, tokenizer, compiler)
+    structure = params.structure
+    if isinstance(prompt, Chat) and prompt.choice is not None and tokenizer is not None:
+        request.tool_parser = _tool_parser(tokenizer, limits)
+        forced = prompt.choice.structure(prompt.tools or ())
+        if forced is not None:
+            if params.ignore_eos:
+                raise invalid("ignore_eos cannot be combined with a tool_choice that forces a call", "ignore_eos")
+            request.tool_parser, structure = "json", forced
+    request.rules = _rules(params, structure, limits, tokenizer, compiler)
     return request
 
 
+def _tool_parser(tokenizer: Tokenizer, limits: Limits) -> ToolParserName | None:
+    chosen = limits.tool_call_parser
+    if chosen == "auto":
+        return tokenizer.tool_parser
+    return None if chosen == "none" else chosen
+
+
 def _rules(
-    params: SamplingParams, limits: Limits, tokenizer: Tokenizer | None, compiler: GrammarCompiler | None
+    params: SamplingParams,
+    structure: StructuredOutputs | None,
+    limits: Limits,
+    tokenizer: Tokenizer | None,
+    compiler: GrammarCompiler | None,
 ) -> LogitRules | None:
     grammar = None
-    if params.structure is not None:
+    if structure is not None:
         if compiler is None:
             raise invalid("structured_outputs need a tokenizer, and this engine runs without one", "structured_outputs")
-        grammar = compiler.compile(params.structure)
+        grammar = compiler.compile(structure)
     bad_sequences: list[tuple[int, ...]] = []
     if params.bad_words:
         if tokenizer is None:

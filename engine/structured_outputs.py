@@ -124,6 +124,8 @@ class StructuredOutputs:
         """Where in the request the form stands, as a path for messages."""
         if self.param == "response_format":
             return f"{self.param}.json_schema.schema" if self.json is not None else f"{self.param}.type"
+        if self.param == "tools":
+            return "tools, whose parameters a forced call has to follow,"
         return f"{self.param}.{self.kind}"
 
     def error(self, message: str) -> RequestError:

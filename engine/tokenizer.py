@@ -13,6 +13,7 @@ from pagemill.engine.chat_template import ChatTemplate
 from pagemill.engine.encoding import encode, encode_inner
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.token_bytes import TokenBytes
+from pagemill.engine.tool_calls import MARKERS, ToolParserName
 
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
@@ -56,6 +57,16 @@ class Tokenizer:
     def transformers_tokenizer(self) -> Any:
         """The tokenizer as transformers made it, for whoever wants to encode or render on their own."""
         return self._transformers
+
+    @property
+    def tool_parser(self) -> ToolParserName | None:
+        """How this model writes calls of tools, by its template; None where it is not one of the known ways."""
+        return self._template.tool_parser
+
+    def marker_ids(self, parser: ToolParserName | None) -> frozenset[int]:
+        """Special tokens that mark a call of a tool."""
+        markers = () if parser is None else MARKERS[parser]
+        return frozenset(self.special_token_ids[name] for name in markers if name in self.special_token_ids)
 
     @property
     def has_chat_template(self) -> bool:

@@ -99,6 +99,7 @@ class Transcript:
     """All that the events of a request say so far: the fold that client and resuming engine share."""
 
     seq: int = 0
+    tool_parser: str | None = None  # how calls of tools stand in the texts, where the request has tools
     choices: dict[int, ChoiceTranscript] = field(default_factory=dict)
     done: Mapping[str, Any] | None = None
 
@@ -109,7 +110,9 @@ class Transcript:
         """Take the next event in. Kinds that this version does not know change nothing."""
         self.seq = item["seq"]
         kind = item["type"]
-        if kind == "delta":
+        if kind == "started":
+            self.tool_parser = item.get("tool_parser")
+        elif kind == "delta":
             choice = self.choice(item["index"])
             choice.extend(item["token_ids"], item["text"], item.get("logprobs"))
             choice.prompt_logprobs = item.get("prompt_logprobs", choice.prompt_logprobs)
@@ -139,6 +142,7 @@ class Transcript:
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 **({} if choice.logprobs is None else {"logprobs": choice.logprobs}),
+                **({} if self.tool_parser is None else {"tool_parser": self.tool_parser}),
                 **({} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}),
             }
             for index, choice in sorted(self.choices.items())

@@ -150,7 +150,9 @@ class LiveRequest:
             return
         if self._started:
             self._started = False
-            self._add("started", model=self.model, created=self.begun.created)
+            parser = self.transcript.tool_parser
+            extra = {} if parser is None else {"tool_parser": parser}
+            self._add("started", model=self.model, created=self.begun.created, **extra)
             self._started_seq = self.begun.seq + len(self._events)
         if self.streams or self.ending is not None:
             for index in sorted(self._token_ids.keys() | self._text.keys()):

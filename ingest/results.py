@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from pagemill.engine.errors import ErrorCode, RequestError
+from pagemill.engine.tool_calls import ToolParserName
 from pagemill.ingest.events import Transcript
 
 
@@ -31,7 +32,8 @@ class Delta:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One finished choice. `logprobs` as in `Delta`; `prompt_logprobs` has one for each prompt token, none for the
-    first, and only the first choice has it."""
+    first, and only the first choice has it. `tool_parser`: where the request has tools, how calls of them are written
+    in the text; `pagemill.engine.tool_calls.read_calls` reads them."""
 
     index: int
     text: str
@@ -40,6 +42,7 @@ class Choice:
     stop_reason: int | str | None
     logprobs: list[dict[str, Any]] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    tool_parser: ToolParserName | None = None
 
 
 @dataclass(frozen=True, slots=True)

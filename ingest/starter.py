@@ -59,6 +59,7 @@ class Starter:
             priority=live.entry.stream,
             seed=live.begun.seed,
         )
+        live.transcript.tool_parser = request.tool_parser
         live.prompt_tokens = len(request.prompt_token_ids)
         # It may have come back from an engine that took it over: what ran of it here is on its way out.
         await self._engine.wait_until_gone(live.request_id)

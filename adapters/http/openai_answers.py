@@ -1,7 +1,7 @@
 """Answers in OpenAI's shapes: whole, or as the chunks of a stream that is folded from the queue's events.
 
-A stream's first chunk of a chat choice has the role. `finish_reason` is set once for each choice, and only to "stop" or
-"length": a choice that was cancelled or failed has no proper end, and the stream then ends with an error.
+A stream's first chunk of a chat choice has the role. `finish_reason` is set once for each choice, to "stop", "length"
+or "tool_calls": a choice that was cancelled or failed has no proper end, and the stream then ends with an error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from pagemill.adapters.http.openai_fields import Asked
 from pagemill.adapters.http.openai_logprobs import CompletionLogprobs, chat_content, joined
+from pagemill.adapters.http.openai_tools import ToolDeltas, message_of
 from pagemill.engine.errors import RequestError
 from pagemill.ingest.results import Choice, Result
 from pagemill.ingest.subscription import Event
@@ -45,6 +46,7 @@ class Answer:
 
     def __init__(self, asked: Asked, request_id: str, created_ms: int) -> None:
         self.asked = asked
+        self._request_id = request_id
         self._id = f"{self.prefix}-{request_id}"
         self._created = created_ms // 1000
         self._model = asked.model or ""
@@ -77,7 +79,7 @@ class Answer:
             if event["finish_reason"] not in ("stop", "length") or index in self._ended:
                 return []
             self._ended.add(index)
-            return [self._chunk(self._end(index, event))]
+            return self._end(index, event)
         if kind == "rewind":
             raise RequestError("engine_error", "after an engine failed, the text could not be continued as it was sent")
         if kind == "done":
@@ -132,7 +134,7 @@ class Answer:
     def _delta(self, number: int, index: int, event: Event) -> list[Chunk]:
         raise NotImplementedError
 
-    def _end(self, index: int, event: Event) -> dict[str, Any]:
+    def _end(self, index: int, event: Event) -> list[Chunk]:
         raise NotImplementedError
 
     def _choice(self, number: int, index: int, choice: Choice, result: Result) -> dict[str, Any]:
@@ -144,9 +146,20 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, asked: Asked, request_id: str, created_ms: int) -> None:
+        super().__init__(asked, request_id, created_ms)
+        self._tools: dict[int, ToolDeltas] = {}
+
+    def _start(self, number: int, event: Event) -> list[Chunk]:
+        choice, parser = self.asked.tool_choice, event.get("tool_parser")
+        if choice is not None and parser is not None and not self._tools:
+            self._tools = {index: ToolDeltas(parser, choice, self._request_id, index) for index in range(self.asked.n)}
+        return super()._start(number, event)
+
     def _first(self, number: int) -> list[Chunk]:
-        indexes = range(number * self.asked.n, (number + 1) * self.asked.n)
-        return [self._chunk(self._part(index, {"role": "assistant", "content": ""})) for index in indexes]
+        choice = self.asked.tool_choice
+        first = {"role": "assistant", "content": None if choice is not None and choice.is_forced else ""}
+        return [self._chunk(self._part(index, first)) for index in range(self.asked.n)]
 
     def _part(self, index: int, delta: dict[str, Any], logprobs: Any = None, end: str | None = None) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": end}
@@ -154,21 +167,35 @@ class ChatAnswer(Answer):
     def _delta(self, number: int, index: int, event: Event) -> list[Chunk]:
         entries = event.get("logprobs") if self.asked.logprobs else None
         extras = self._extras(event, is_end=False)
-        if not event["text"] and not entries and not extras:
+        tools = self._tools.get(index)
+        deltas = [{"content": event["text"]}] if tools is None else tools.feed(event["text"])
+        if not (event["text"] and deltas) and not entries and not extras:
             return []
         logprobs = {"content": chat_content(entries), "refusal": None} if entries else None
-        return [self._chunk({**self._part(index, {"content": event["text"]}, logprobs), **extras})]
+        first, *others = deltas or [{"content": ""}]
+        parts = [{**self._part(index, first, logprobs), **extras}, *(self._part(index, delta) for delta in others)]
+        return [self._chunk(part) for part in parts]
 
-    def _end(self, index: int, event: Event) -> dict[str, Any]:
-        return {**self._part(index, {}, end=event["finish_reason"]), **self._extras(event)}
+    def _end(self, index: int, event: Event) -> list[Chunk]:
+        tools, end = self._tools.get(index), event["finish_reason"]
+        rest = [] if tools is None else tools.finish()
+        if tools is not None and tools.has_calls and end == "stop":
+            end = "tool_calls"
+        last = {**self._part(index, {}, end=end), **self._extras(event)}
+        return [self._chunk(part) for part in (*(self._part(index, delta) for delta in rest), last)]
 
     def _choice(self, number: int, index: int, choice: Choice, result: Result) -> dict[str, Any]:
         logprobs = {"content": chat_content(choice.logprobs or ()), "refusal": None} if self.asked.logprobs else None
+        said: dict[str, Any] = {"content": choice.text}
+        if choice.tool_parser is not None and self.asked.tool_choice is not None:
+            said = message_of(choice.tool_parser, self.asked.tool_choice, choice.text, self._request_id, index)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "refusal": None, **said},
             "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": "tool_calls"
+            if "tool_calls" in said and choice.finish_reason == "stop"
+            else choice.finish_reason,
             **self._extras(_fields(choice)),
         }
 
@@ -226,9 +253,11 @@ class CompletionAnswer(Answer):
         logprobs = self._shape(index).part(entries) if entries else None
         return [self._chunk({**self._part(index, event["text"], logprobs), **extras})]
 
-    def _end(self, index: int, event: Event) -> dict[str, Any]:
+    def _end(self, index: int, event: Event) -> list[Chunk]:
         end = "length" if self.asked.no_tokens else event["finish_reason"]
-        return {**self._part(index, "", end=end), **({} if self.asked.no_tokens else self._extras(event))}
+        return [
+            self._chunk({**self._part(index, "", end=end), **({} if self.asked.no_tokens else self._extras(event))})
+        ]
 
     def _choice(self, number: int, index: int, choice: Choice, result: Result) -> dict[str, Any]:
         text = "" if self.asked.no_tokens else choice.text

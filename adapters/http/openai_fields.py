@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagemill.engine.chat import CHAT_FIELDS
+from pagemill.engine.chat import CHAT_FIELDS, Chat
 from pagemill.engine.errors import invalid
 from pagemill.engine.sampling_params import SAMPLING_FIELDS
+from pagemill.engine.tool_choice import ToolChoice
 from pagemill.engine.values import shown
 
 MAX_PROMPTS = 128
@@ -30,7 +31,7 @@ PASSED = (frozenset(SAMPLING_FIELDS) | _QUEUE_FIELDS) - {"best_of"}
 HINTS = frozenset(
     (
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "service_tier"),
-        *("parallel_tool_calls", "reasoning_effort", "verbosity", "prediction"),
+        *("reasoning_effort", "verbosity", "prediction"),
     )
 )
 # Accepted at these values only.
@@ -51,7 +52,8 @@ class Asked:
     """What a body asks for. `bodies`: one request of the queue for each prompt, without model and tenant.
 
     `n`: choices of each prompt. `echoed`: the prompts' texts, in front of each answer. `no_tokens`: only the echo is
-    wanted. `logprobs`, `token_ids`, `prompt_logprobs`: these are shown. `model`: as asked for.
+    wanted. `logprobs`, `token_ids`, `prompt_logprobs`: these are shown. `model`: as asked for. `tool_choice`: what the
+    answer may do with the tools that it has.
     """
 
     bodies: list[dict[str, Any]]
@@ -64,6 +66,7 @@ class Asked:
     prompt_logprobs: bool = False
     echoed: list[str] | None = None
     no_tokens: bool = False
+    tool_choice: ToolChoice | None = None
 
 
 def read_completion(body: Mapping[str, Any]) -> Asked:
@@ -112,6 +115,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
     if body.get("best_of") not in (None, n):
         raise invalid(f"best_of must equal n, got {shown(body['best_of'])}", "best_of")
     fields |= {name: body[name] for name in CHAT_FIELDS if body.get(name) is not None}
+    tool_choice = Chat.from_mapping(fields).choice if "tools" in fields else None
     limits = {name: body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None}
     if len(limits) == 2 and limits["max_tokens"] != limits["max_completion_tokens"]:
         raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
@@ -136,6 +140,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
         logprobs=logprobs,
         token_ids=fields.get("token_ids") is True,
         prompt_logprobs=fields.get("prompt_logprobs") is not None,
+        tool_choice=tool_choice,
     )
 
 

@@ -154,7 +154,8 @@ _MESSAGE: Schema = {
 CHAT: dict[str, Schema] = {
     "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
     "tools": {"type": ["array", "null"], "items": {"type": "object"}},
-    "tool_choice": {"enum": ["auto", "none", None]},
+    "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, {"type": "object"}]},
+    "parallel_tool_calls": BOOLEAN,
     "chat_template_kwargs": {"type": ["object", "null"]},
     "add_generation_prompt": BOOLEAN,
     "continue_final_message": BOOLEAN,

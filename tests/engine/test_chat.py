@@ -295,6 +295,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (_tool(strict="yes"), "tools[1].function.strict"),
     (_tool(returns={}), "tools[1].function.returns"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"tool_choice": "any", "tools": [WEATHER]}, "tool_choice"),
+    ({"tool_choice": 1, "tools": [WEATHER]}, "tool_choice"),
+    ({"tool_choice": {"type": "custom"}, "tools": [WEATHER]}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [WEATHER]}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": [WEATHER]}, "tool_choice.allowed_tools"),
+    ({"parallel_tool_calls": "no", "tools": [WEATHER]}, "parallel_tool_calls"),
+    ({"tool_choice": "required", "tools": [WEATHER], "continue_final_message": True}, "continue_final_message"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"chat_template": "{{ range(10**9) }}"}, "chat_template"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -338,7 +346,8 @@ def test_no_variable_can_take_the_place_of_an_argument_of_transformers() -> None
 
 def test_chat_loads_neither_torch_nor_transformers() -> None:
     imports = {line.split()[1] for line in inspect.getsource(chat_module).splitlines() if line.startswith("from ")}
-    assert {name for name in imports if "pagemill" in name} == {"pagemill.engine.errors", "pagemill.engine.values"}
+    light = {f"pagemill.engine.{name}" for name in ("errors", "values", "tool_choice")}
+    assert {name for name in imports if "pagemill" in name} == light
 
 
 json_values = st.recursive(
@@ -399,11 +408,7 @@ def test_whatever_a_template_raises_is_a_named_error(template: str) -> None:
     assert len(caught.value.message) < 400
 
 
-def test_what_a_template_has_no_place_for_is_named(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError) as caught:
-        tokenizer.apply_chat(Chat(user("hi"), [WEATHER]))
-    assert caught.value.param == "tools"
-    tokenizer.apply_chat(Chat(user("hi"), [WEATHER], tool_choice="none"))
+def test_the_model_s_own_tokens_are_no_variables(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError) as caught:
         tokenizer.apply_chat(Chat(user("hi"), chat_template_kwargs={"eos_token": "x"}))
     assert caught.value.param == "chat_template_kwargs.eos_token"
@@ -550,7 +555,6 @@ def test_the_offline_api_takes_every_field(folder: Path) -> None:
     tokenizer = llm.get_tokenizer()
     assert tokenizer.decode(plain.prompt_token_ids or []).endswith("user\nhi<|im_end|>\n")
     for fields, param in (
-        ({"tools": [WEATHER]}, "tools"),
         ({"tools": [{}]}, "tools[0].type"),
         ({"chat_template": "x"}, "chat_template"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
