@@ -23,7 +23,7 @@ from pagemill.kernels.metadata import AttentionMetadata
 
 _log = structlog.get_logger(__name__)
 
-BACK_ENDS = ("reference", "cpu", "triton", "interpret")
+BACK_ENDS = ("reference", "torch", "cpu", "triton", "interpret")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,9 @@ def select_ops(
     """
     name = override or ("cpu" if torch.device(device).type == "cpu" else "triton")
     if name == "reference":
-        return _reference()
+        from pagemill.kernels.reference import ReferenceOps
+
+        return ReferenceOps()
     if name == "cpu":
         problem = numba_problem()
         if problem is None:
@@ -283,8 +285,12 @@ def select_ops(
             return CpuOps(threads=threads, cache_dir=cache_dir, report=report)
         if override is not None:
             raise RuntimeError(problem)
-        _log.warning("the CPU kernels cannot be used; running on plain torch, which is slow", reason=problem)
-        return _reference()
+        _log.warning("the CPU kernels cannot be used; running on plain torch, which is slower", reason=problem)
+        name = "torch"
+    if name == "torch":
+        from pagemill.kernels.torch_ops import TorchOps
+
+        return TorchOps()
     if name in ("triton", "interpret"):
         from pagemill.kernels.triton.ops import TritonOps
 
@@ -303,9 +309,3 @@ def numba_problem() -> str | None:
     if numba.core.config.DISABLE_JIT:
         return "numba is told not to compile (NUMBA_DISABLE_JIT)"
     return None
-
-
-def _reference() -> Ops:
-    from pagemill.kernels.reference import ReferenceOps
-
-    return ReferenceOps()

@@ -1,6 +1,6 @@
 """The definition of right: every operation in plain torch and NumPy, gathered and in float64, without cleverness.
 
-The other back ends are tested against this one. It also serves on a CPU where numba is not installed, slowly.
+The other back ends are tested against this one.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
         yield Finding("fail", "kernels", f"{ops.name}: {type(error).__name__}: {error}")
         return
     yield Finding("ok" if right else "fail", "kernels", f"{ops.name} back end computes{_how(ops)}")
-    if device == "cpu" and ops.name == "reference":
-        yield Finding("note", "kernels", f"plain torch is used, which is slow: {numba_problem()}")
+    if ops.name == "torch":
+        yield Finding("note", "kernels", f"plain torch is used, which is slower: {numba_problem()}")
     if ops.name == "cpu":
         yield _compiled(ops)
 

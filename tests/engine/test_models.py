@@ -18,7 +18,7 @@ from pagemill.engine.scheduler_output import ScheduledSequence
 from tests.engine.tiny_models import CONFIGS, VOCAB, Driver, generated_by_transformers, save_model
 
 NEW_TOKENS = 12
-KERNELS = ("reference", "cpu")
+KERNELS = ("reference", "torch", "cpu")
 WHOLE = 1 << 20
 
 
