@@ -1,4 +1,4 @@
-"""A GGUF file to a folder of safetensors, config.json and tokenizer files, once.
+"""A GGUF file to a folder of config.json and tokenizer files, and of safetensors where these are wanted, once.
 
 Weights are dequantised to float32 exactly as `gguf` defines them (what transformers computes, bit for bit), so that
 every dtype can be derived from them. The folder is made under another name and renamed when complete: whoever finds it
@@ -24,6 +24,7 @@ import numpy as np
 import structlog
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.gguf_file import GgufFile, GgufTensor
 from pagemill.engine.loader import Progress, no_progress
 
 _log = structlog.get_logger(__name__)
@@ -62,8 +63,9 @@ _SIZES = "converted.json"  # name -> bytes of every other file of a converted fo
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-def converted_folder(source: Path, models: Path, progress: Progress = no_progress) -> Path:
-    """The folder below `models` that holds `source` converted; made if it is not there yet.
+def converted_folder(source: Path, models: Path, progress: Progress = no_progress, *, weights: bool = True) -> Path:
+    """The folder below `models` that holds `source` converted; made if it is not there yet. weights: whether weights
+    are wanted there too, beside the configuration and the tokenizer.
 
     The file is known by path, size and time of change, so that finding it converted reads nothing of it. Raises
     `ConfigError` on a file that is missing, damaged or of an architecture that is not supported, and where the folder
@@ -78,6 +80,10 @@ def converted_folder(source: Path, models: Path, progress: Progress = no_progres
     target = models / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if _is_whole(target):
         return target
+    if not weights:
+        target = target.with_name(f"{target.name}-without-weights")
+        if _is_whole(target):
+            return target
     try:
         models.mkdir(parents=True, exist_ok=True)
         _remove_stale(models)
@@ -95,7 +101,7 @@ def converted_folder(source: Path, models: Path, progress: Progress = no_progres
     from safetensors import SafetensorError
 
     try:
-        convert(source, work, progress)
+        convert(source, work, progress, weights=weights)
         sizes = {file.name: file.stat().st_size for file in work.iterdir()}
         (work / _SIZES).write_text(json.dumps(sizes))
         work.chmod(0o755)
@@ -123,59 +129,50 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def convert(source: Path, folder: Path, progress: Progress = no_progress) -> None:
-    """Write the model in the GGUF file `source` into the existing, empty `folder`."""
-    reader = _open(source)
-    config, generation = _configuration(reader, source)
-    _write_tokenizer(reader, source, folder)
-    _write_weights(reader, config, source, folder, progress)
+def convert(source: Path, folder: Path, progress: Progress = no_progress, *, weights: bool = True) -> None:
+    """Write the model in the GGUF file `source` into the existing, empty `folder`, with its weights or without."""
+    file = GgufFile(source)
+    config, generation = configuration(file)
+    for name in file.tensors:
+        stored_name(name, source)
+    _write_tokenizer(file, source, folder)
+    if weights:
+        _write_weights(file, config, folder, progress)
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _open(source: Path) -> Any:
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(source)
-    except Exception as error:  # the reader checks little: damage shows as whatever NumPy meets first
-        raise ConfigError(f"{source} is damaged or not a GGUF file: {error}") from error
-    size = source.stat().st_size
-    for tensor in reader.tensors:
-        if int(tensor.data_offset) + int(tensor.n_bytes) > size:
-            raise ConfigError(f"{source} is not complete: tensor {tensor.name} ends behind the file")
-    return reader
+def _field(file: GgufFile, name: str, default: Any = None) -> Any:
+    value = file.fields.get(name)
+    if value is None:
+        return default
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _field(reader: Any, name: str, default: Any = None) -> Any:
-    field = reader.get_field(name)
-    return default if field is None else field.contents()
-
-
-def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def configuration(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json from the file's metadata."""
 
     def refuse(what: str) -> ConfigError:
-        return ConfigError(f"{source.name}: {what}")
+        return ConfigError(f"{file.path.name}: {what}")
 
-    architecture = _field(reader, "general.architecture")
+    architecture = _field(file, "general.architecture")
     if architecture not in _ARCHITECTURES:
         supported = ", ".join(_ARCHITECTURES)
         raise refuse(f"GGUF architecture {architecture!r} is not supported; supported are {supported}")
-    if _field(reader, "split.count", 0) > 1:
+    if _field(file, "split.count", 0) > 1:
         raise refuse("this is one part of a split GGUF; join them with `llama-gguf-split --merge`")
-    if _field(reader, f"{architecture}.expert_count", 0):
+    if _field(file, f"{architecture}.expert_count", 0):
         raise refuse("mixture-of-experts models are not supported")
 
     def number(name: str, default: Any = None) -> Any:
-        value = _field(reader, f"{architecture}.{name}", default)
+        value = _field(file, f"{architecture}.{name}", default)
         if isinstance(value, list):  # written per layer by some converters
             value = value[0] if len(set(value)) == 1 else None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise refuse(f"{architecture}.{name} is missing or not one number")
         return value
 
-    shapes = {tensor.name: [int(size) for size in reversed(tensor.shape)] for tensor in reader.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in file.tensors.values()}
     if "token_embd.weight" not in shapes:
         raise refuse("the file has no token_embd.weight")
     heads, hidden = number("attention.head_count"), number("embedding_length")
@@ -184,7 +181,7 @@ def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str,
         raise refuse("rotary embedding of a part of the head is not supported")
     if number("attention.value_length", head_dim) != head_dim:
         raise refuse("keys and values of different length are not supported")
-    window = _field(reader, "llama.attention.sliding_window")
+    window = _field(file, "llama.attention.sliding_window")
     kind, model_type = ("MistralForCausalLM", "mistral") if window else _ARCHITECTURES[architecture]
     config: dict[str, Any] = {
         "architectures": [kind],
@@ -199,7 +196,7 @@ def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str,
         "hidden_act": "silu",
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(reader, architecture, number, refuse),
+        "rope_parameters": _rope(file, architecture, number, refuse),
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
         "tie_word_embeddings": "output.weight" not in shapes,
@@ -207,15 +204,15 @@ def _configuration(reader: Any, source: Path) -> tuple[dict[str, Any], dict[str,
     }
     if window:
         config["sliding_window"] = int(window)
-    ids = [_field(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    ids = [_field(file, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     eos = [int(item) for item in dict.fromkeys(ids) if item is not None]
-    config["bos_token_id"] = _field(reader, "tokenizer.ggml.bos_token_id")
+    config["bos_token_id"] = _field(file, "tokenizer.ggml.bos_token_id")
     config["eos_token_id"] = eos[0] if eos else None
     return config, {"bos_token_id": config["bos_token_id"], "eos_token_id": eos or None}
 
 
-def _rope(reader: Any, architecture: str, number: Any, refuse: Any) -> dict[str, Any]:
-    kind = _field(reader, f"{architecture}.rope.scaling.type", "none")
+def _rope(file: GgufFile, architecture: str, number: Any, refuse: Any) -> dict[str, Any]:
+    kind = _field(file, f"{architecture}.rope.scaling.type", "none")
     rope: dict[str, Any] = {"rope_theta": float(number("rope.freq_base", 10000.0)), "rope_type": "default"}
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": float(number("rope.scaling.factor"))}
@@ -224,9 +221,9 @@ def _rope(reader: Any, architecture: str, number: Any, refuse: Any) -> dict[str,
     return rope
 
 
-def _write_tokenizer(reader: Any, source: Path, folder: Path) -> None:
+def _write_tokenizer(file: GgufFile, source: Path, folder: Path) -> None:
     """Through transformers, which knows the tokenizers of GGUF; a file without one gives a folder without one."""
-    if _field(reader, "tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+    if _field(file, "tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
         return
     from transformers import AutoTokenizer
 
@@ -248,14 +245,10 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _write_weights(reader: Any, config: dict[str, Any], source: Path, folder: Path, progress: Progress) -> None:
-    from gguf import dequantize
+def _write_weights(file: GgufFile, config: dict[str, Any], folder: Path, progress: Progress) -> None:
     from safetensors.numpy import save_file
 
-    heads: dict[str, int] = {}  # of the tensors whose rotary pairs GGUF interleaves: Llama's only
-    if config["model_type"] in ("llama", "mistral"):
-        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    names = {tensor.name: _stored_name(tensor.name, source) for tensor in reader.tensors}
+    heads = interleaved_heads(config)
     shards: list[list[str]] = []
     shard: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -263,32 +256,44 @@ def _write_weights(reader: Any, config: dict[str, Any], source: Path, folder: Pa
         if shard:
             path = folder / f"part-{len(shards)}.safetensors"
             save_file(shard, path, metadata={"format": "pt"})
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
+            with path.open("rb+") as part:
+                os.fsync(part.fileno())
             shards.append(list(shard))
             shard.clear()
 
-    for done, tensor in enumerate(reader.tensors):
-        try:
-            weights = dequantize(tensor.data, tensor.tensor_type)
-        except (NotImplementedError, ValueError, KeyError) as error:
-            kind = getattr(tensor.tensor_type, "name", tensor.tensor_type)
-            raise ConfigError(
-                f"{source.name}: tensor {tensor.name} has the type {kind}, which gguf cannot dequantise: {error}"
-            ) from error
-        weights = np.ascontiguousarray(weights, dtype=np.float32)
-        part = _LAYER_TENSOR.fullmatch(tensor.name)
-        if part and part[2] in heads:
-            weights = _unpermute(weights, heads[part[2]], tensor.name, source)
-        shard[names[tensor.name]] = weights
+    for done, tensor in enumerate(file.tensors.values()):
+        shard[stored_name(tensor.name, file.path)] = dequantised(file, tensor, heads)
         if sum(item.nbytes for item in shard.values()) >= _SHARD_BYTES:
             flush()
-        progress(f"converting {source.name}", (done + 1) / len(reader.tensors))
+        progress(f"converting {file.path.name}", (done + 1) / len(file.tensors))
     flush()
     _name_shards(folder, shards)
 
 
-def _stored_name(name: str, source: Path) -> str:
+def interleaved_heads(config: dict[str, Any]) -> dict[str, int]:
+    """Heads of the projections whose rotary pairs GGUF interleaves: Llama's only."""
+    if config["model_type"] not in ("llama", "mistral"):
+        return {}
+    return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+
+
+def dequantised(file: GgufFile, tensor: GgufTensor, heads: dict[str, int]) -> np.ndarray[Any, Any]:
+    """A tensor in float32, its rows as transformers orders them."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    try:
+        weights = dequantize(file.data(tensor), GGMLQuantizationType(tensor.type_number))
+    except (NotImplementedError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{file.path.name}: tensor {tensor.name} has the type {tensor.kind}, which gguf cannot dequantise: {error}"
+        ) from error
+    weights = np.ascontiguousarray(weights, dtype=np.float32).reshape(tensor.shape)
+    order = row_order(file, tensor, heads)
+    return weights if order is None else weights[order]
+
+
+def stored_name(name: str, source: Path) -> str:
+    """What transformers calls a tensor of the file `source`."""
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     part = _LAYER_TENSOR.fullmatch(name)
@@ -297,13 +302,15 @@ def _stored_name(name: str, source: Path) -> str:
     return f"model.layers.{part[1]}.{_IN_LAYER[part[2]]}.{part[3]}"
 
 
-def _unpermute(weights: np.ndarray[Any, Any], heads: int, name: str, source: Path) -> np.ndarray[Any, Any]:
-    """Undo the interleaving of rotary pairs that GGUF's Llama converter applies to queries and keys."""
-    rows = weights.shape[0]
-    if heads < 1 or rows % (2 * heads):
-        raise ConfigError(f"{source.name}: {name} has {rows} rows, which {heads} heads cannot share")
-    pairs = weights.reshape(heads, rows // heads // 2, 2, *weights.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
+def row_order(file: GgufFile, tensor: GgufTensor, heads: dict[str, int]) -> np.ndarray[Any, Any] | None:
+    """The rows of a tensor as transformers orders them, where GGUF's Llama converter has interleaved rotary pairs."""
+    part = _LAYER_TENSOR.fullmatch(tensor.name)
+    if part is None or part[2] not in heads:
+        return None
+    count, rows = heads[part[2]], tensor.shape[0]
+    if count < 1 or rows % (2 * count):
+        raise ConfigError(f"{file.path.name}: {tensor.name} has {rows} rows, which {count} heads cannot share")
+    return np.arange(rows).reshape(count, rows // count // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _name_shards(folder: Path, shards: list[list[str]]) -> None:

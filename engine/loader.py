@@ -26,7 +26,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model on disk. `config` is config.json; `weight_files` are its safetensors (or PyTorch) files, all present.
+    """A model on disk. `config` is config.json; `weight_files` are its safetensors, PyTorch or GGUF files, all
+    present.
 
     `eos_token_ids`: every id that ends a text, from generation_config.json and config.json.
     """
@@ -50,10 +51,17 @@ def no_progress(what: str, share: float) -> None:
     """The progress callback of a caller that does not watch."""
 
 
-def resolve_model(name: str, cache_dir: str | Path | None = None, progress: Progress = no_progress) -> ModelFolder:
+def resolve_model(
+    name: str,
+    cache_dir: str | Path | None = None,
+    progress: Progress = no_progress,
+    *,
+    convert_weights: bool = True,
+) -> ModelFolder:
     """Find a model: a folder, a .gguf file, `smollm2-135m`, or a Hugging Face name in the local cache.
 
-    A GGUF file is converted into `cache_dir`/models the first time. Raises `ConfigError`, saying what to do, where the
+    A GGUF file is converted into `cache_dir`/models the first time; without `convert_weights` all but its weights,
+    which are left to be read from the file itself. Raises `ConfigError`, saying what to do, where the
     model is missing, incomplete, damaged or of a kind that is not supported.
     """
     path = Path(name)
@@ -65,9 +73,9 @@ def resolve_model(name: str, cache_dir: str | Path | None = None, progress: Prog
     if is_dir:
         return read_folder(path, name)
     if path.suffix.lower() == ".gguf":
-        return _converted(path, name, cache_dir, progress)
+        return _converted(path, name, cache_dir, progress, convert_weights)
     if name.lower() == BUNDLED_MODEL:
-        return _converted(_bundled_gguf(), name, cache_dir, progress)
+        return _converted(_bundled_gguf(), name, cache_dir, progress, convert_weights)
     if is_file:
         raise ConfigError(f"{path} is not a model: give its folder, or a .gguf file")
     return read_folder(_hub_snapshot(name), name)
@@ -78,8 +86,9 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     return Path(cache_dir or "~/.cache/pagemill").expanduser()
 
 
-def read_folder(path: Path, name: str | None = None) -> ModelFolder:
-    """Read a model folder's JSON files and find its weights. Raises `ConfigError` on anything missing or broken."""
+def read_folder(path: Path, name: str | None = None, weight_files: tuple[Path, ...] | None = None) -> ModelFolder:
+    """Read a model folder's JSON files and find its weights, unless they are elsewhere, in `weight_files`. Raises
+    `ConfigError` on anything missing or broken."""
     config = read_json(path / "config.json")
     if config is None:
         hint = " (it holds a LoRA adapter, not a model)" if (path / "adapter_config.json").exists() else ""
@@ -89,7 +98,7 @@ def read_folder(path: Path, name: str | None = None) -> ModelFolder:
         raise ConfigError(f"{path} is quantised ({method}); use the unquantised checkpoint or a .gguf file of it")
     generation = read_json(path / "generation_config.json") or {}
     eos = (*_token_ids(generation, path / "generation_config.json"), *_token_ids(config, path / "config.json"))
-    return ModelFolder(name or str(path), path, config, tuple(dict.fromkeys(eos)), _weight_files(path))
+    return ModelFolder(name or str(path), path, config, tuple(dict.fromkeys(eos)), weight_files or _weight_files(path))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -146,10 +155,13 @@ def _sharded(path: Path, index: str, table: dict[str, Any]) -> tuple[Path, ...]:
     return tuple(path / name for name in names)
 
 
-def _converted(source: Path, name: str, cache_dir: str | Path | None, progress: Progress) -> ModelFolder:
+def _converted(
+    source: Path, name: str, cache_dir: str | Path | None, progress: Progress, convert_weights: bool
+) -> ModelFolder:
     from pagemill.engine.gguf_convert import converted_folder
 
-    return read_folder(converted_folder(source, cache_folder(cache_dir) / "models", progress), name)
+    folder = converted_folder(source, cache_folder(cache_dir) / "models", progress, weights=convert_weights)
+    return read_folder(folder, name, None if convert_weights else (source,))
 
 
 def _bundled_gguf() -> Path:

@@ -10,21 +10,23 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.gguf_weights import GgufWeights
 from pagemill.engine.loader import Progress, no_progress
+from pagemill.kernels.quantised_weight import QuantisedWeight, stack
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _PREFIX = re.compile(r"^(model|transformer)\.")  # checkpoints of the bare model, without its head, lack it
 
 
 class Checkpoint:
-    """Tensors of some safetensors or PyTorch files. Names are without the leading "model." or "transformer.".
+    """Tensors of some safetensors, PyTorch or GGUF files. Names are without the leading "model." or "transformer.".
 
     Raises `ConfigError` on a damaged file, here or at the first read.
     """
@@ -34,7 +36,7 @@ class Checkpoint:
         self._tensors: dict[str, tuple[Any, str]] = {}  # name -> (open file, name in it)
         self._unused: set[str] = set()
         for path in files:
-            reader = _PyTorchFile(path) if path.suffix == ".bin" else _SafetensorsFile(path)
+            reader = _READERS.get(path.suffix, _SafetensorsFile)(path)
             for stored in reader.names:
                 name = _PREFIX.sub("", stored)
                 if name in self._tensors:
@@ -49,6 +51,12 @@ class Checkpoint:
     def num_elements(self) -> int:
         """Elements of all tensors together."""
         return sum(math.prod(reader.shape(stored)) for reader, stored in self._tensors.values())
+
+    @property
+    def num_stored_bytes(self) -> int | None:
+        """Bytes of all tensors together as they are stored, where that is quantised; None for other checkpoints."""
+        readers = [(reader, stored) for reader, stored in self._tensors.values() if isinstance(reader, GgufWeights)]
+        return sum(reader.num_bytes(stored) for reader, stored in readers) if readers else None
 
     def check_unquantised(self) -> None:
         """Raise `ConfigError` where a matrix is not of floating-point numbers of at least 16 bits."""
@@ -72,6 +80,20 @@ class Checkpoint:
             self._copy(name, part)
         return fused
 
+    def stack_quantised(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> QuantisedWeight | None:
+        """Matrices (size, columns) one under another, quantised as they are stored; None where one of them is not."""
+        parts = []
+        for name, size in zip(names, sizes, strict=True):
+            self._check_shape(name, (size, columns))
+            reader, stored = self._tensors[name]
+            part = reader.read_quantised(stored) if isinstance(reader, GgufWeights) else None
+            if part is None:
+                return None
+            parts.append(part)
+        for name in names:
+            self._used(name)
+        return stack(parts)
+
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         if name not in self._tensors:
             raise ConfigError(f"the checkpoint lacks the weight {name} {expected}")
@@ -85,6 +107,9 @@ class Checkpoint:
         if tensor.dtype not in _FLOATING:
             raise ConfigError(f"weight {name} is {tensor.dtype}: quantised checkpoints are not supported")
         destination.copy_(tensor)
+        self._used(name)
+
+    def _used(self, name: str) -> None:
         self._unused.discard(name)
         self._progress("loading weights", 1 - len(self._unused) / len(self._tensors))
 
@@ -146,3 +171,6 @@ class _PyTorchFile:
 
     def read(self, name: str) -> torch.Tensor:
         return self._state[name]
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {".bin": _PyTorchFile, ".gguf": GgufWeights}
