@@ -228,8 +228,28 @@ class Ops(Protocol):
         """Take a weight [N, K] (and bias [N]) once, at load time; it may be repacked and must not change afterwards."""
         ...
 
+    def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
+        """`prepare_linear` for a weight [2 I, K] = (gate above up), for `gated_linear`."""
+        ...
+
     def linear(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
         """x [T, K] times the transposed weight plus bias; returns [T, N]."""
+        ...
+
+    def gated_linear(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """silu(gate) * up of the projections (gate | up) of x [T, K]; returns [T, I]. These may stay unrounded."""
+        ...
+
+    def logits(self, hidden: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """`linear`, returned as float32. A back end that can does not round in between."""
+        ...
+
+    def embedding(self, token_ids: torch.Tensor, prepared: Any) -> torch.Tensor:
+        """Rows token_ids int64 [T] of a weight [N, K] as it was given to `prepare_linear`; returns [T, K].
+
+        So a tied head and embedding are stored once. Raises IndexError on an id outside the weight, where ids lie on
+        the host.
+        """
         ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:

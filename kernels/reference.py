@@ -99,6 +99,18 @@ class ReferenceOps:
         bias = None if prepared.bias is None else prepared.bias.double()
         return torch.nn.functional.linear(x.double(), prepared.weight.double(), bias).to(x.dtype)
 
+    def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(weight, bias)
+
+    def gated_linear(self, x: torch.Tensor, prepared: ReferenceLinear) -> torch.Tensor:
+        return self.silu_and_mul(self.linear(x.double(), prepared)).to(x.dtype)
+
+    def logits(self, hidden: torch.Tensor, prepared: ReferenceLinear) -> torch.Tensor:
+        return self.linear(hidden.double(), prepared).float()
+
+    def embedding(self, token_ids: torch.Tensor, prepared: ReferenceLinear) -> torch.Tensor:
+        return prepared.weight.index_select(0, token_ids)
+
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         pool[pairs[:, 1]] = pool[pairs[:, 0]]
 

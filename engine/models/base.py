@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,9 @@ from pagemill.engine.weights import Checkpoint
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.ops import Ops
+
+Embedding = Callable[[torch.Tensor], torch.Tensor]
+"""Token ids int64 [T] -> [T, hidden_size]."""
 
 _HEAD = "lm_head.weight"
 
@@ -60,6 +64,13 @@ class Loading:
         weight = self._stack(names, "weight", sizes, (columns,))
         return self.ops.prepare_linear(weight, self._stack(names, "bias", sizes, ()) if bias else None)
 
+    def gated_linear(self, gate: str, up: str, rows: int, columns: int, *, bias: bool) -> Any:
+        """Two projections from `columns` to `rows` features, prepared as a single one for `ops.gated_linear`."""
+        weight = self._stack((gate, up), "weight", (rows, rows), (columns,))
+        return self.ops.prepare_gated_linear(
+            weight, self._stack((gate, up), "bias", (rows, rows), ()) if bias else None
+        )
+
     def transposed_linear(self, name: str, columns: int, rows: int) -> Any:
         """A projection from `columns` to `rows` features with a bias, whose weight is stored as [columns, rows]."""
         weight = self.matrix(f"{name}.weight", columns, rows).t().contiguous()
@@ -69,18 +80,19 @@ class Loading:
         full_names = [f"{name}.{part}" for name in names]
         return self.checkpoint.stack(full_names, sizes, tail, dtype=self.dtype, device=self.device)
 
-    def embedding_and_head(self, name: str, vocab_size: int, width: int, *, tied: bool) -> tuple[torch.Tensor, Any]:
+    def embedding_and_head(self, name: str, vocab_size: int, width: int, *, tied: bool) -> tuple[Embedding, Any]:
         """The token embedding [vocab_size, width] called `name`, and the prepared projection to the vocabulary.
 
-        A checkpoint with a tied head may hold either of the two or both. Where it holds both and they differ, they
-        were not tied after all (transformers decides alike).
+        Where they are the same, the projection's weight is all that is kept. A checkpoint with a tied head may hold
+        either of the two or both. Where it holds both and they differ, they were not tied after all (transformers
+        decides alike).
         """
         if tied and name not in self.checkpoint and _HEAD in self.checkpoint:
             name = _HEAD
         embedding = self.matrix(name, vocab_size, width)
-        head = embedding
         if name != _HEAD and (not tied or _HEAD in self.checkpoint):
             separate = self.matrix(_HEAD, vocab_size, width)
             if not tied or not torch.equal(separate, embedding):
-                head = separate
-        return embedding, self.ops.prepare_linear(head, None)
+                return partial(embedding.index_select, 0), self.ops.prepare_linear(separate, None)
+        head = self.ops.prepare_linear(embedding, None)
+        return lambda token_ids: self.ops.embedding(token_ids, head).to(self.dtype), head

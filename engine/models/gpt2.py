@@ -100,7 +100,7 @@ class GPT2Model:
         self, token_ids: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
     ) -> torch.Tensor:
         spec, ops = self.spec, self._ops
-        residual = self._embedding.index_select(0, token_ids).float()
+        residual = self._embedding(token_ids).float()
         residual = residual + self._position_embedding.index_select(0, meta.positions)
         for index, layer in enumerate(self._layers):
             x = layer.attention_norm(residual).to(self._dtype)
@@ -119,4 +119,4 @@ class GPT2Model:
         return self._final_norm(residual).to(self._dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._ops.linear(hidden, self._head).float()
+        return self._ops.logits(hidden, self._head)

@@ -71,8 +71,8 @@ class LlamaModel:
                     head_norms=[loading.vector(name, spec.head_dim) for name in head_norms],
                     output=loading.linear((f"{attn}.o_proj",), (hidden,), query, bias=shape.output_bias),
                     post_norm=loading.vector(f"{at}.post_attention_layernorm.weight", hidden),
-                    gate_up=loading.linear(
-                        (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (inner, inner), hidden, bias=shape.mlp_bias
+                    gate_up=loading.gated_linear(
+                        f"{mlp}.gate_proj", f"{mlp}.up_proj", inner, hidden, bias=shape.mlp_bias
                     ),
                     down=loading.linear((f"{mlp}.down_proj",), (hidden,), inner, bias=shape.mlp_bias),
                 )
@@ -86,7 +86,7 @@ class LlamaModel:
     ) -> torch.Tensor:
         spec, shape, ops = self.spec, self._shape, self._ops
         widths = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
-        x = self._embedding.index_select(0, token_ids)
+        x = self._embedding(token_ids)
         residual = x.float()
         x = ops.rms_norm(x, self._layers[0].input_norm, shape.eps)
         for index, layer in enumerate(self._layers):
@@ -107,7 +107,7 @@ class LlamaModel:
                 x, residual = x.index_select(0, rows), residual.index_select(0, rows)
             x = ops.linear(x, layer.output)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, shape.eps)
-            x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
+            x = ops.linear(ops.gated_linear(x, layer.gate_up), layer.down)
             following = self._norm if last else self._layers[index + 1].input_norm
             x, residual = ops.add_rms_norm(x, residual, following, shape.eps)
         return x
@@ -118,4 +118,4 @@ class LlamaModel:
         return flat.view(heads.shape)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._ops.linear(hidden, self._head).float()
+        return self._ops.logits(hidden, self._head)

@@ -99,7 +99,7 @@ class OPTModel:
         self, token_ids: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
     ) -> torch.Tensor:
         spec, ops = self.spec, self._ops
-        x = self._embedding.index_select(0, token_ids)
+        x = self._embedding(token_ids)
         if self._project_in is not None:
             x = ops.linear(x, self._project_in)
         residual = x.float() + self._position_embedding.index_select(0, meta.positions)
@@ -128,4 +128,4 @@ class OPTModel:
         return hidden if self._project_out is None else self._ops.linear(hidden, self._project_out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._ops.linear(hidden, self._head).float()
+        return self._ops.logits(hidden, self._head)

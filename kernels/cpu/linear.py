@@ -3,68 +3,136 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pagemill.kernels.cpu.matmul import MOST_ROWS, PANEL, multiply
+from pagemill.kernels.cpu import matmul
+from pagemill.kernels.cpu.arena import Arena
+from pagemill.kernels.cpu.matmul import PANEL, TASK_WORDS
 from pagemill.kernels.cpu.team import Team
 
-# Words of a packed weight that one thread takes at a time: enough to make the taking cheap, little enough to share out.
-_WORDS_AT_ONCE = 16384
+
+class TaskLinear(Protocol):
+    """A prepared weight whose products are tasks (`matmul.TASK_*`) of a worker. bfloat16 or float32 activations."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations that it takes."""
+        ...
+
+    @property
+    def record(self) -> npt.NDArray[np.int64]:
+        """What the worker needs to know about the weight."""
+        ...
+
+    @property
+    def gated(self) -> bool:
+        """Whether it does tasks with the result `GATED`."""
+        ...
+
+    def worker(self) -> int:
+        """The address of the compiled worker."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """A weight in panels (see `matmul`) and a bias, empty for none; bfloat16 as uint16 pairs and uint16."""
+    """A weight in panels (see `matmul`) and a bias; bfloat16 as uint16 pairs. `gated`: gate and up, one above the
+    other."""
 
     panels: Any
-    bias: Any
+    bias: npt.NDArray[np.float32]
+    record: npt.NDArray[np.int64]
     in_features: int
     out_features: int
     dtype: torch.dtype
+    gated: bool
 
-    def apply(self, x: torch.Tensor, team: Team) -> torch.Tensor:
-        """x [T, in_features] -> [T, out_features] of the same dtype."""
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        if x.dtype != self.dtype:
-            return self.apply(x.to(self.dtype), team).to(x.dtype)
-        out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
-        if not x.shape[0]:
-            return out
-        x = x.contiguous()
-        at_once = max(1, min(_WORDS_AT_ONCE // self.panels[0].size, len(self.panels) // (2 * team.threads)))
-        most_rows = MOST_ROWS[self.panels.dtype.type]
-        multiply(
-            team.board(),
-            at_once,
-            most_rows,
-            x.data_ptr(),
-            x.shape[0],
-            self.in_features,
-            self.panels,
-            self.bias,
-            out.data_ptr(),
-            self.out_features,
-        )
+    def worker(self) -> int:
+        return matmul.pair_worker() if self.dtype == torch.bfloat16 else matmul.float_worker()
+
+
+def apply(linear: TaskLinear, x: torch.Tensor, team: Team, result: int = matmul.PLAIN) -> torch.Tensor:
+    """x [T, in_features] -> [T, out_features], for GATED half as wide; of the dtype of x, for FLOAT32 float32."""
+    if x.shape[-1] != linear.in_features:
+        raise ValueError(f"expected {linear.in_features} input features, got shape {tuple(x.shape)}")
+    if x.dtype != linear.dtype:
+        done = apply(linear, x.to(linear.dtype), team, result)
+        return done if result == matmul.FLOAT32 else done.to(x.dtype)
+    features = linear.out_features // 2 if result == matmul.GATED else linear.out_features
+    out = torch.empty((x.shape[0], features), dtype=torch.float32 if result == matmul.FLOAT32 else x.dtype)
+    if not x.shape[0]:
         return out
+    x = x.contiguous()
+    task = np.array(
+        [x.data_ptr(), linear.in_features, x.shape[0], out.data_ptr(), features, linear.record.ctypes.data, result]
+        + [0] * (TASK_WORDS - 7),
+        np.int64,
+    )
+    matmul.multiply(team.board(), linear.worker(), task.ctypes.data)
+    return out
 
 
-def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> CpuLinear:
-    """Pack a copy of a weight [N, K], so that the original may go. bfloat16 of odd K is kept as float32."""
+def gather(linear: CpuLinear, token_ids: torch.Tensor, board: int) -> torch.Tensor:
+    """Rows token_ids int64 [T] of the weight, [T, in_features]."""
+    ids = token_ids.contiguous().numpy()
+    if len(ids) and not 0 <= ids.min() <= ids.max() < linear.out_features:
+        raise IndexError(f"ids must lie in 0 .. {linear.out_features - 1}, got {ids.min()} .. {ids.max()}")
+    out = torch.empty((len(ids), linear.in_features), dtype=linear.dtype)
+    run = matmul.gather_pairs if linear.dtype == torch.bfloat16 else matmul.gather_floats
+    run(board, linear.record.ctypes.data, ids.ctypes.data, len(ids), out.data_ptr())
+    return out
+
+
+def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena, *, gated: bool = False) -> CpuLinear:
+    """Pack a copy of a weight [N, K], so that the original may go. bfloat16 of odd K is kept as float32.
+
+    gated: its halves are gate and up, each of which begins on a panel.
+    """
     features, width = weight.shape
     dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 and width % 2 == 0 else torch.float32
+    sections = 2 if gated else 1
     pack = 2 if dtype == torch.bfloat16 else 1
-    panels, whole = -(-features // PANEL), features // PANEL
-    words = np.zeros((panels, width // pack, PANEL), np.uint32 if pack == 2 else np.float32)
-    packed = torch.from_numpy(words).view(dtype).view(panels, width // pack, PANEL, pack)
-    packed[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, width // pack, pack).transpose(1, 2)
+    section = features // sections
+    panels = -(-section // PANEL)
+    words = arena.empty((sections * panels, width // pack, PANEL), np.uint32 if pack == 2 else np.float32)
+    added = np.zeros((sections * panels if bias is not None else 1, PANEL), np.float32)
+    for index in range(sections):
+        rows = slice(index * section, (index + 1) * section)
+        _pack(weight[rows], words[index * panels : (index + 1) * panels], dtype, pack)
+        if bias is not None:
+            flat = added[index * panels : (index + 1) * panels].reshape(-1)
+            flat[:section] = bias.detach()[rows].float().numpy()
+    record = np.array(
+        [
+            words.ctypes.data,
+            width // pack,
+            section,
+            sections,
+            added.ctypes.data,
+            0 if bias is None else added[0].nbytes,
+        ],
+        np.int64,
+    )
+    return CpuLinear(words, added, record, width, features, dtype, gated)
+
+
+def _pack(weight: torch.Tensor, words: npt.NDArray[Any], dtype: torch.dtype, pack: int) -> None:
+    """Rows of a weight into panels, zeros behind them."""
+    panels, depth, _ = words.shape
+    packed = torch.from_numpy(words).view(dtype).view(panels, depth, PANEL, pack)
+    whole = len(weight) // PANEL
+    packed[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, depth, pack).transpose(1, 2)
     if whole < panels:
         rest = weight[whole * PANEL :]
-        packed[whole, :, : len(rest)] = rest.reshape(len(rest), width // pack, pack).transpose(0, 1)
-    added = torch.zeros(0) if bias is None else bias.detach()
-    added = added.to(dtype, copy=True)
-    stored = (added.view(torch.uint16) if pack == 2 else added).numpy()
-    return CpuLinear(words, stored, width, features, dtype)
+        packed[whole].zero_()
+        packed[whole, :, : len(rest)] = rest.reshape(len(rest), depth, pack).transpose(0, 1)

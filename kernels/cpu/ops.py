@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.kernels.cpu import attention, edit, elementwise, logprobs, sampler
+from pagemill.kernels.cpu import attention, edit, elementwise, logprobs, matmul, sampler
+from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.jit import keep_compiled
 from pagemill.kernels.cpu.kernel_cache import Report
-from pagemill.kernels.cpu.linear import CpuLinear, prepare_linear
+from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, gather, prepare_linear
 from pagemill.kernels.cpu.plan import attention_items
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
@@ -85,6 +86,7 @@ class CpuOps:
         self, *, threads: int | None = None, cache_dir: str | None = None, report: Report | None = None
     ) -> None:
         self._team = Team(threads or available_threads())
+        self._arena = Arena()
         # What is left to torch is small, and its own team would spin on the cores that ours needs: measured at batch
         # 1 on two busy cores, 26 ms of processor time a step instead of 15.
         torch.set_num_threads(1)
@@ -218,10 +220,24 @@ class CpuOps:
         return out
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
-        return prepare_linear(weight, bias)
+        return prepare_linear(weight, bias, self._arena)
 
-    def linear(self, x: torch.Tensor, prepared: CpuLinear) -> torch.Tensor:
-        return prepared.apply(x, self._team)
+    def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
+        return prepare_linear(weight, bias, self._arena, gated=True)
+
+    def linear(self, x: torch.Tensor, prepared: TaskLinear) -> torch.Tensor:
+        return apply(prepared, x, self._team)
+
+    def gated_linear(self, x: torch.Tensor, prepared: TaskLinear) -> torch.Tensor:
+        if prepared.gated:
+            return apply(prepared, x, self._team, matmul.GATED)
+        return self.silu_and_mul(self.linear(x, prepared))
+
+    def logits(self, hidden: torch.Tensor, prepared: TaskLinear) -> torch.Tensor:
+        return apply(prepared, hidden, self._team, matmul.FLOAT32)
+
+    def embedding(self, token_ids: torch.Tensor, prepared: CpuLinear) -> torch.Tensor:
+        return gather(prepared, token_ids, self._board(len(token_ids) * prepared.in_features))
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         pool[pairs[:, 1]] = pool[pairs[:, 0]]

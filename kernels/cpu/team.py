@@ -133,6 +133,26 @@ def _bind(typingctx: Any, worker: Any, arguments: Any) -> Any:
 
 
 @intrinsic
+def address_of(typingctx: Any, worker: Any) -> Any:
+    """The address of a function that calls a compiled worker(part, parts, frame), frame being an address: int64."""
+    worker_signature = worker.get_call_type(typingctx, (types.int64,) * 3, {})
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        compiled = worker.dispatcher.get_compile_result(worker_signature)
+        context.active_code_library.add_linking_library(compiled.library)
+        callee = context.declare_function(builder.module, compiled.fndesc)
+        shell = ir.Function(builder.module, _WORKER_TYPE, builder.module.get_unique_name("pagemill_worker"))
+        shell.linkage = "internal"
+        inner = ir.IRBuilder(shell.append_basic_block("entry"))
+        frame = inner.ptrtoint(shell.args[2], _I64)
+        context.call_conv.call_function(inner, callee, types.none, worker_signature.args, [*shell.args[:2], frame])
+        inner.ret_void()
+        return builder.ptrtoint(shell, _I64)
+
+    return types.int64(worker), codegen
+
+
+@intrinsic
 def _call(typingctx: Any, worker: Any, part: Any, parts: Any, frame: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         function = builder.inttoptr(args[0], _WORKER_TYPE.as_pointer())
@@ -210,6 +230,15 @@ def run(board: int, parts_per_thread: int, worker: Any, arguments: Any) -> None:
     else:
         _share(board, address, frame, parts_per_thread)
     _keep(arguments)
+
+
+@numba.njit(inline="always", **OPTIONS)
+def run_at(board: int, parts_per_thread: int, worker: int, frame: int) -> None:
+    """`run` for a worker whose address is known (`address_of`), and the address of what it takes."""
+    if board == 0:
+        _call(worker, 0, 1, frame)
+    else:
+        _share(board, worker, frame, parts_per_thread)
 
 
 class Team:

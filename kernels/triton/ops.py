@@ -253,6 +253,18 @@ class TritonOps:
     def linear(self, x: torch.Tensor, prepared: DenseLinear) -> torch.Tensor:
         return torch.nn.functional.linear(x, prepared.weight, prepared.bias)
 
+    def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseLinear:
+        return DenseLinear(weight, bias)
+
+    def gated_linear(self, x: torch.Tensor, prepared: DenseLinear) -> torch.Tensor:
+        return self.silu_and_mul(self.linear(x, prepared))
+
+    def logits(self, hidden: torch.Tensor, prepared: DenseLinear) -> torch.Tensor:
+        return self.linear(hidden, prepared).float()
+
+    def embedding(self, token_ids: torch.Tensor, prepared: DenseLinear) -> torch.Tensor:
+        return prepared.weight.index_select(0, token_ids)
+
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         """Pairs on the host whose sources are no destinations are copied in place; others through a gathered copy."""
         if pairs.device.type != "cpu" or np.intersect1d(pairs[:, 0].numpy(), pairs[:, 1].numpy()).size:

@@ -117,6 +117,45 @@ def test_linear(cpu: CpuOps, dtype: torch.dtype, rows: int, out_features: int, i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 2, 6, 9, 130])
+@pytest.mark.parametrize(("inner", "in_features"), [(96, 64), (100, 40), (5, 3), (300, 1024)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_linear(cpu: CpuOps, dtype: torch.dtype, rows: int, inner: int, in_features: int, bias: bool) -> None:
+    x = torch.randn(rows, in_features).to(dtype)
+    weight = torch.randn(2 * inner, in_features).to(dtype)
+    added = torch.randn(2 * inner).to(dtype) if bias else None
+    prepared = cpu.prepare_gated_linear(weight, added)
+    expected = REFERENCE.gated_linear(x, REFERENCE.prepare_gated_linear(weight, added))
+    assert expected.shape == (rows, inner)
+    actual = cpu.gated_linear(x, prepared)
+    assert actual.dtype == dtype
+    assert distance(actual, expected) < {torch.float32: 3e-6, torch.bfloat16: 3e-3}[dtype]
+    both = REFERENCE.linear(x, REFERENCE.prepare_linear(weight, added))
+    assert distance(cpu.linear(x, prepared), both) < {torch.float32: 2e-6, torch.bfloat16: 5e-3}[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_logits_are_not_rounded(cpu: CpuOps, dtype: torch.dtype, rows: int) -> None:
+    hidden, weight = torch.randn(rows, 64).to(dtype), torch.randn(1000, 64).to(dtype)
+    logits = cpu.logits(hidden, cpu.prepare_linear(weight))
+    assert logits.dtype == torch.float32
+    assert distance(logits, REFERENCE.logits(hidden, REFERENCE.prepare_linear(weight))) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("features", "width"), [(100, 64), (48, 3), (5, 2)])
+def test_an_embedding_is_read_from_the_packed_head(cpu: CpuOps, dtype: torch.dtype, features: int, width: int) -> None:
+    weight = torch.randn(features, width).to(dtype)
+    prepared = cpu.prepare_linear(weight)
+    for ids in (torch.arange(features), torch.tensor([features - 1, 0]), torch.empty(0, dtype=torch.int64)):
+        assert torch.equal(cpu.embedding(ids, prepared).to(dtype), weight[ids])
+    for wrong in (-1, features):
+        with pytest.raises(IndexError, match=str(features - 1)):
+            cpu.embedding(torch.tensor([0, wrong]), prepared)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_product_has_the_same_bits_whatever_is_beside_it(cpu: CpuOps, dtype: torch.dtype) -> None:
     prepared = cpu.prepare_linear(torch.randn(200, 576).to(dtype))
     x = torch.randn(75, 576).to(dtype)

@@ -1,0 +1,42 @@
+"""Memory for weights, in huge pages.
+
+A layer's weights are a few MiB, for which neither the C library nor NumPy asks for huge pages. In pages of 4 KiB the
+processor's own prefetching stops at every page: measured with one row, 26 GB/s instead of 42.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_CHUNK = 64 * 2**20
+_HUGE_PAGE = 2 * 2**20
+_ALIGNMENT = 64  # bytes: a cache line
+
+
+class Arena:
+    """Hands out arrays that lie one behind the other. A chunk of it is freed when none of its arrays is left."""
+
+    def __init__(self) -> None:
+        self._chunk: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+        """An array at the start of a cache line, its content whatever was there."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if self._used + size > len(self._chunk):
+            self._chunk = _chunk(max(_CHUNK, size))
+            self._used = 0
+        array: npt.NDArray[Any] = self._chunk[self._used : self._used + size].view(dtype).reshape(shape)
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return array
+
+
+def _chunk(size: int) -> npt.NDArray[np.uint8]:
+    """So many bytes from the start of a huge page on. Memory is committed as it is first written."""
+    raw = np.empty(size + _HUGE_PAGE, np.uint8)  # of this size NumPy asks for huge pages
+    start = -raw.ctypes.data % _HUGE_PAGE
+    return raw[start : start + size]
