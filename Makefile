@@ -9,7 +9,7 @@ BENCH := build/bench
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install run serve test check chaos bench bench-queue bench-scheduler bench-speculation bench-sampler bench-linear bench-grammar grammar-check \
+.PHONY: help install run serve test check chaos bench bench-queue bench-scheduler bench-speculation bench-attention bench-sampler bench-linear bench-grammar grammar-check \
 	gpu-check clean
 
 help:  ## list the targets
@@ -74,6 +74,9 @@ simulate: $(STAMP)  ## the documented simulator runs on recorded traces (make si
 
 bench-queue: $(STAMP)  ## what the queue costs: throughput, latency, a flush, two engines
 	PYTHONPATH=. $(PY) -m bench.queue_overhead
+
+bench-attention: $(STAMP)  ## cost of one layer's attention on the CPU, by shape of the step
+	$(PY) bench/attention_cost.py
 
 bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parameters
 	$(PY) bench/sampler_cost.py

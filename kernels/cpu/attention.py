@@ -1,8 +1,17 @@
-"""Paged attention on the CPU: the blocks are read where they lie, one tile of tokens at a time.
+"""Paged attention on the CPU: the blocks are read where they lie, a segment of 256 tokens at a time.
 
-One work item is a few query tokens of one sequence and some of its key/value heads. All query heads that share a
-key/value head are rows of the same tile, so that every key and value is read once for the whole group. Tiles are
-combined by their running maximum and sum (the online softmax of Milakov and Gimelshein, arXiv 1805.02867).
+One work item (see `plan`) is some query tokens, key/value heads and segments. All query heads that share a key/value
+head are rows of the same tile, so that every key and value is read once for the whole group; so are the tokens of
+several sequences that share a segment. Two ways through a segment, with the same sums:
+
+* *streamed*, few rows, as in a decode: the memory is the limit. All heads of a block are read before the next block's,
+  first keys, then values, straight from the pool.
+* *packed*, many rows, as in a prefill: the arithmetic is the limit. The segment's values of one head are woven once
+  into a copy that stays in the cache, and groups of rows go past keys and values with as many sums as the registers
+  hold. Sizes that do not fit vectors (blocks not a multiple of 16 tokens, heads not of 32 dimensions) come here too.
+
+Within a segment a row has one maximum: scores, then weights, then weighted values, with no rescaling in between. The
+segments of a row join by their maxima and sums.
 """
 
 from __future__ import annotations
@@ -11,332 +20,706 @@ from typing import Any
 
 import numpy as np
 
-from pagemill.kernels.cpu.jit import helper, kernel
-from pagemill.kernels.cpu.simd import exp32, make_score_tile, make_value_tile, narrow, next_item, row_max, widen
+from pagemill.kernels.cpu.attention_rows import count_down, finish_row, join_row, softmax_row
+from pagemill.kernels.cpu.attention_tiles import (
+    PACKED_ROWS,
+    SCORE_VECTORS,
+    SPAN,
+    element_size,
+    factor_size,
+    load_factors,
+    make_packed_tile,
+    make_score_tile,
+    make_value_tile,
+    weave_rows,
+)
+from pagemill.kernels.cpu.isa import LANES, WIDE_REGISTERS
+from pagemill.kernels.cpu.jit import exact_helper, kernel
+from pagemill.kernels.cpu.plan import (
+    ITEM_END,
+    ITEM_FIRST,
+    ITEM_HEAD,
+    ITEM_HEADS,
+    ITEM_IS_PART,
+    ITEM_SEGMENT,
+    ITEM_SEQUENCE,
+    ITEM_TOKENS,
+    ROW_PENDING,
+    ROW_PIECES,
+    ROW_POSITION,
+    ROW_SEGMENT,
+    ROW_SEGMENTS,
+    ROW_SLOT,
+    SEGMENT,
+    SHARED_ROWS,
+    STREAMED_ROWS,
+)
+from pagemill.kernels.cpu.simd import next_item
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.cpu.views import vector
 
-TILE_ROWS = 32
-"""Rows (query tokens times the heads of a group) that an item holds at most, where a group has fewer."""
-
-TILE_TOKENS = 64
-"""Context tokens of one softmax step, where a block has fewer."""
-
-_LANES = 16
+_VECTOR = 4 * LANES  # bytes
+_PART_HEADER = _VECTOR
+_SCORE_BYTES = 4 * SEGMENT + 4 * _VECTOR  # a row of scores: a tile may write past the segment
+_ROWS_AT_ONCE = 24
+"""Rows whose scores are made and used together: their scores, their queries and a tile's keys fit the first cache."""
+_PAIRS_AT_ONCE = 32
+"""Steps of packed values that stay in the first cache while the rows go past."""
+_STREAMED_AT_ONCE = 36
 _NEGATIVE_INFINITY = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
-_ONE = np.float32(1.0)
+_LOG2_E = np.float32(1.4426950408889634)
 
-_score1, _score2, _score3, _score4, _score8 = (make_score_tile(rows) for rows in (1, 2, 3, 4, 8))
-_value1, _value2, _value3, _value4, _value8 = (make_value_tile(rows) for rows in (1, 2, 3, 4, 8))
+_MOST_STREAMED = 4 if WIDE_REGISTERS else 2
+_score1, _score2, _score3, _score4 = (make_score_tile(rows, SCORE_VECTORS) for rows in (1, 2, 3, 4))
+_score6, _score6_narrow = make_score_tile(PACKED_ROWS, SCORE_VECTORS), make_score_tile(PACKED_ROWS, 1)
+_value1, _value2, _value3, _value4 = (make_value_tile(rows, 1) for rows in (1, 2, 3, 4))
+_value1_wide, _value2_wide, _value3_wide, _value4_wide = (make_value_tile(rows, 2) for rows in (1, 2, 3, 4))
+_packed6, _packed6_wide = make_packed_tile(PACKED_ROWS, 2), make_packed_tile(PACKED_ROWS, 4)
 
 
-@helper
-def _scores(
-    rows: int, a: Any, astr: int, b: Any, bo: int, bstr: int, depth: int, cols: int, c: Any, co: int, cstr: int
+@exact_helper
+def _score_rows(
+    rows: int,
+    queries: int,
+    query_bytes: int,
+    key0: int,
+    key1: int,
+    key2: int,
+    key3: int,
+    key_step: int,
+    words: int,
+    scores: int,
+    scale: Any,
+    like: Any,
 ) -> None:
     row = 0
     while row < rows:
-        left = rows - row
-        if left >= 8:
-            _score8(a, row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 8
-        elif left >= 4:
-            _score4(a, row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 4
+        left = min(rows - row, _MOST_STREAMED)
+        query, target = queries + row * query_bytes, scores + row * _SCORE_BYTES
+        if left == 4:
+            _score4(query, query_bytes, key0, key1, key2, key3, key_step, words, target, _SCORE_BYTES, scale, like)
         elif left == 3:
-            _score3(a, row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 3
+            _score3(query, query_bytes, key0, key1, key2, key3, key_step, words, target, _SCORE_BYTES, scale, like)
         elif left == 2:
-            _score2(a, row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 2
+            _score2(query, query_bytes, key0, key1, key2, key3, key_step, words, target, _SCORE_BYTES, scale, like)
         else:
-            _score1(a, row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 1
+            _score1(query, query_bytes, key0, key1, key2, key3, key_step, words, target, _SCORE_BYTES, scale, like)
+        row += left
 
 
-@helper
-def _values(
-    rows: int, a: Any, ao: int, astr: int, b: Any, bo: int, bstr: int, depth: int, cols: int, c: Any, co: int, cstr: int
+@exact_helper
+def _value_rows(
+    rows: int,
+    weights: int,
+    values: int,
+    token_bytes: int,
+    begin: int,
+    end: int,
+    sums: int,
+    sum_bytes: int,
+    columns: int,
+    like: Any,
 ) -> None:
     row = 0
     while row < rows:
-        left = rows - row
-        if left >= 8:
-            _value8(a, ao + row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 8
-        elif left >= 4:
-            _value4(a, ao + row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 4
-        elif left == 3:
-            _value3(a, ao + row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 3
-        elif left == 2:
-            _value2(a, ao + row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 2
-        else:
-            _value1(a, ao + row * astr, astr, b, bo, bstr, depth, cols, c, co + row * cstr, cstr)
-            row += 1
+        left = min(rows - row, _MOST_STREAMED)
+        weight, target, place = weights + row * _SCORE_BYTES, sums + row * sum_bytes, values
+        column = 0
+        if WIDE_REGISTERS:
+            while column + 2 * SPAN <= columns:
+                if left == 4:
+                    _value4_wide(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
+                elif left == 3:
+                    _value3_wide(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
+                elif left == 2:
+                    _value2_wide(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
+                else:
+                    _value1_wide(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
+                column += 2 * SPAN
+                target += 8 * SPAN
+                place += 2 * SPAN * element_size(like)
+        while column < columns:
+            if left == 4:
+                _value4(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
+            elif left == 3:
+                _value3(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
+            elif left == 2:
+                _value2(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
+            else:
+                _value1(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
+            column += SPAN
+            target += 4 * SPAN
+            place += SPAN * element_size(like)
+        row += left
 
 
-@helper
-def _softmax_step(
+@exact_helper
+def _seen(position: int, segment: int, window: int) -> Any:
+    """Tokens of a segment that a row sees: begin <= token < end, both 0 where it sees none."""
+    start = segment * SEGMENT
+    end = min(position + 1 - start, SEGMENT)
+    begin = max(0, position + 1 - window - start) if window > 0 else 0
+    if begin >= end:
+        return 0, 0
+    return begin, end
+
+
+@exact_helper
+def _seen_by_any(first: int, last: int, segment: int, window: int) -> Any:
+    """The same for rows of which the first to the last position are given."""
+    begin, end = _seen(last, segment, window)
+    if window > 0:
+        begin = min(_seen(first, segment, window)[0], begin)
+    return begin, end
+
+
+@exact_helper
+def _weigh_rows(
+    first_row: int,
     rows: int,
     group: int,
-    first_position: int,
-    tile_start: int,
-    tokens: int,
+    first_entry: int,
+    segment: int,
     window: int,
-    scores: Any,
-    score_stride: int,
-    acc: Any,
-    acc_stride: int,
-    largest: Any,
-    total: Any,
+    tokens: Any,
+    token_rows: Any,
+    scores: int,
+    parts: int,
+    upto: int,
+    like: Any,
 ) -> None:
-    """Turn a tile's scores into weights relative to the new running maximum; what a row may not see gets weight 0."""
+    """Weights of the rows of one head from their scores."""
     for row in range(rows):
-        position = first_position + row // group
-        end = min(tokens, position + 1 - tile_start)
-        begin = 0
-        if window > 0:
-            begin = max(0, position + 1 - window - tile_start)
-        base = row * score_stride
-        if end <= begin:
-            scores[base : base + tokens] = _ZERO
+        position = token_rows[tokens[first_entry + (first_row + row) // group], ROW_POSITION]
+        begin, end = _seen(position, segment, window)
+        softmax_row(scores + row * _SCORE_BYTES, begin, end, upto, parts + 8 * row, like)
+
+
+@exact_helper
+def _keep_rows(
+    first_row: int,
+    rows: int,
+    group: int,
+    head: int,
+    heads: int,
+    item: Any,
+    segment: int,
+    window: int,
+    tokens: Any,
+    token_rows: Any,
+    parts: int,
+    sums: int,
+    columns: int,
+    all_parts: int,
+    whole_parts: int,
+    whole_sums: int,
+) -> None:
+    """Put a segment's results of one head's rows where they are wanted: into a list of parts, or joined to a whole."""
+    for row in range(rows):
+        token = tokens[item[ITEM_FIRST] + (first_row + row) // group]
+        begin, end = _seen(token_rows[token, ROW_POSITION], segment, window)
+        if begin == end:
             continue
-        highest = max(largest[row], row_max(scores, base + begin, end - begin))
-        # A row of -inf scores has no maximum to subtract; its weights are 0, and NaN stays NaN.
-        shift = highest if highest != _NEGATIVE_INFINITY else _ZERO
-        # Slices, because LLVM vectorises a loop only where it sees that no index counts from the end.
-        scores[base : base + begin] = _ZERO
-        scores[base + end : base + tokens] = _ZERO
-        visible = scores[base + begin : base + end]
-        sum_here = _ZERO
-        for t in range(visible.shape[0]):
-            weight = exp32(visible[t] - shift)
-            visible[t] = weight
-            sum_here += weight
-        if largest[row] != highest:
-            keep = exp32(largest[row] - shift)
-            total[row] *= keep
-            sums = acc[row * acc_stride : (row + 1) * acc_stride]
-            for d in range(sums.shape[0]):
-                sums[d] *= keep
-            largest[row] = highest
-        total[row] += sum_here
+        if item[ITEM_IS_PART] > 0:
+            index = token_rows[token, ROW_SLOT] + segment - token_rows[token, ROW_SEGMENT]
+            index = index * heads + head * group + (first_row + row) % group
+            target = all_parts + index * (_PART_HEADER + 4 * columns)
+            vector(target, 2, _ZERO)[:] = vector(parts + 8 * row, 2, _ZERO)
+            vector(target + _PART_HEADER, columns, _ZERO)[:] = vector(sums + 4 * columns * row, columns, _ZERO)
+        else:
+            join_row(
+                whole_parts + 8 * row,
+                whole_sums + 4 * columns * row,
+                parts + 8 * row,
+                sums + 4 * columns * row,
+                columns,
+            )
 
 
-@helper
+@exact_helper
 def _attend(
     item: Any,
+    tokens: Any,
+    token_rows: Any,
+    all_parts: int,
+    block_tables: Any,
+    query: int,
+    query_bytes: int,
+    keys: int,
+    values: int,
+    block_bytes: int,
+    block_size: int,
+    num_kv_heads: int,
+    dim: int,
     group: int,
     scale: Any,
     window: int,
-    query: Any,
-    query_stride: int,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    seq_lens: Any,
-    block_tables: Any,
-    out: Any,
-    q_tile: Any,
-    scores: Any,
-    acc: Any,
-    largest: Any,
-    total: Any,
+    out: int,
+    space: int,
+    k_place: Any,
+    v_place: Any,
+    like: Any,
 ) -> None:
-    sequence, first_query, queries, first_head, heads = item[0], item[1], item[2], item[3], item[4]
-    block_size, dim = v.shape[2], v.shape[3]
-    pack = k.shape[4]
-    words = dim // pack
-    k_block, k_head = k.strides[0] // 4, k.strides[1] // 4
-    v_block, v_head = v.strides[0] // 4, v.strides[1] // 4
-    begin = query_start[sequence]
-    first_position = seq_lens[sequence] - (query_start[sequence + 1] - begin) + first_query
-    visible_end = first_position + queries
-    visible_begin = max(0, first_position + 1 - window) if window > 0 else 0
-    blocks_per_tile = max(1, TILE_TOKENS // block_size)
-    score_stride = blocks_per_tile * block_size + _LANES
-    acc_stride = (words + _LANES - 1) // _LANES * _LANES * pack
-    rows = queries * group
-    num_heads = k.shape[1] * group
+    element = element_size(like)
+    per_step = 4 // element  # tokens of a step of values
+    words = dim // per_step
+    columns = -(-dim // SPAN) * SPAN
+    sum_bytes, factor_bytes, head_bytes = 4 * columns, dim * factor_size(like), block_size * dim * element
+    heads = num_kv_heads * group
+    table = block_tables[item[ITEM_SEQUENCE]]
+    entry: int = item[ITEM_FIRST]
+    rows: int = item[ITEM_TOKENS] * group
+    whole_blocks = block_size % LANES == 0
+    streamed = rows <= STREAMED_ROWS and whole_blocks and dim % SPAN == 0
+    at_once = max(1, _STREAMED_AT_ONCE // rows) if streamed else 1
+    first_position, last_position = (
+        token_rows[tokens[entry], ROW_POSITION],
+        token_rows[tokens[entry + item[ITEM_TOKENS] - 1], ROW_POSITION],
+    )
 
-    for head in range(first_head, first_head + heads):
-        for row in range(rows):
-            source = (begin + first_query + row // group) * query_stride + (head * group + row % group) * dim
-            stored = query[source : source + dim]
-            scaled = q_tile[row * dim : (row + 1) * dim]
-            for d in range(dim):
-                scaled[d] = widen(stored[d]) * scale
-            largest[row] = _NEGATIVE_INFINITY
-            total[row] = _ZERO
-        acc[: rows * acc_stride] = _ZERO
+    # The space: queries and whole sums of all rows, then scores and sums of the rows at once, then packed copies.
+    kept = max(_STREAMED_AT_ONCE, rows + PACKED_ROWS)
+    queries = space
+    whole_parts = queries + kept * dim * 4
+    whole_sums = whole_parts + kept * _VECTOR
+    parts = whole_sums + kept * sum_bytes
+    sums = parts + _STREAMED_AT_ONCE * _VECTOR
+    scores = sums + _STREAMED_AT_ONCE * sum_bytes
+    packed_values = scores + _STREAMED_AT_ONCE * _SCORE_BYTES
+    packed_keys = packed_values + SEGMENT * sum_bytes
 
-        first_block = visible_begin // block_size
-        while first_block * block_size < visible_end:
-            tile_start = first_block * block_size
-            tokens = min(blocks_per_tile * block_size, visible_end - tile_start)
-            skipped = max(0, visible_begin - tile_start)
-            for j in range((tokens + block_size - 1) // block_size):
-                place = np.int64(block_tables[sequence, first_block + j]) * k_block + head * k_head
-                cols = min(block_size, tokens - j * block_size)
-                for c in range(0, cols, _LANES):
-                    _scores(
-                        rows,
-                        q_tile,
-                        dim,
-                        k,
-                        place + c,
-                        block_size,
-                        words,
-                        cols - c,
-                        scores,
-                        j * block_size + c,
-                        score_stride,
-                    )
-            _softmax_step(
-                rows,
-                group,
-                first_position,
-                tile_start,
-                tokens,
-                window,
-                scores,
-                score_stride,
-                acc,
-                acc_stride,
-                largest,
-                total,
-            )
-            for j in range((tokens + block_size - 1) // block_size):
-                start = min(max(0, skipped - j * block_size), block_size)
-                depth = min(block_size, tokens - j * block_size) - start
-                if depth > 0:
-                    place = np.int64(block_tables[sequence, first_block + j]) * v_block + head * v_head + start * words
-                    for c in range(0, words, _LANES):
-                        _values(
+    for head in range(item[ITEM_HEAD], item[ITEM_HEAD] + item[ITEM_HEADS], at_once):
+        together = min(at_once, item[ITEM_HEAD] + item[ITEM_HEADS] - head)
+        for index in range(together * rows):
+            token, place = tokens[entry + index % rows // group], (head + index // rows) * group + index % group
+            load_factors(query + token * query_bytes + place * dim * element, dim, queries + index * factor_bytes, like)
+        stats = vector(whole_parts, 2 * together * rows, _ZERO)
+        stats[0::2] = _NEGATIVE_INFINITY
+        stats[1::2] = _ZERO
+        vector(whole_sums, together * rows * columns, _ZERO)[:] = _ZERO
+
+        for segment in range(item[ITEM_SEGMENT], item[ITEM_END]):
+            low, high = _seen_by_any(first_position, last_position, segment, window)
+            # The first part of a row goes where the joined ones would: joining it to nothing changes no bit.
+            direct = segment == item[ITEM_SEGMENT] and item[ITEM_IS_PART] == 0
+            part_at, sum_at = (whole_parts, whole_sums) if direct else (parts, sums)
+            first, last = low // LANES, -(-high // LANES)
+            if whole_blocks:
+                for index in range(first, last):
+                    token = segment * SEGMENT + index * LANES
+                    block = table[token // block_size] * block_bytes
+                    k_place[index] = keys + block + token % block_size * 4
+                    v_place[index] = values + block + token % block_size * dim * element
+
+            if streamed:
+                if not direct:
+                    vector(sum_at, together * rows * columns, _ZERO)[:] = _ZERO
+                for index in range(first, last, SCORE_VECTORS):
+                    other1, other2 = min(index + 1, last - 1), min(index + 2, last - 1)
+                    other3 = min(index + 3, last - 1)
+                    for h in range(together):
+                        offset = (head + h) * head_bytes
+                        _score_rows(
                             rows,
-                            scores,
-                            j * block_size + start,
-                            score_stride,
-                            v,
-                            place + c,
+                            queries + h * rows * factor_bytes,
+                            factor_bytes,
+                            k_place[index] + offset,
+                            k_place[other1] + offset,
+                            k_place[other2] + offset,
+                            k_place[other3] + offset,
+                            4 * block_size,
                             words,
-                            depth,
-                            words - c,
-                            acc,
-                            c * pack,
-                            acc_stride,
+                            scores + h * rows * _SCORE_BYTES + index * _VECTOR,
+                            scale,
+                            like,
                         )
-            first_block += blocks_per_tile
+                for h in range(together):
+                    start = h * rows
+                    _weigh_rows(
+                        0,
+                        rows,
+                        group,
+                        entry,
+                        segment,
+                        window,
+                        tokens,
+                        token_rows,
+                        scores + start * _SCORE_BYTES,
+                        part_at + 8 * start,
+                        last * LANES,
+                        like,
+                    )
+                for index in range(first, last):
+                    begin, end = max(0, low - index * LANES), min(LANES, high - index * LANES)
+                    for h in range(together):
+                        _value_rows(
+                            rows,
+                            scores + h * rows * _SCORE_BYTES + index * LANES * factor_size(like),
+                            v_place[index] + (head + h) * head_bytes,
+                            dim * element,
+                            begin,
+                            end,
+                            sum_at + h * rows * sum_bytes,
+                            sum_bytes,
+                            columns,
+                            like,
+                        )
+                if not direct:
+                    for h in range(together):
+                        start = h * rows
+                        _keep_rows(
+                            0,
+                            rows,
+                            group,
+                            head + h,
+                            heads,
+                            item,
+                            segment,
+                            window,
+                            tokens,
+                            token_rows,
+                            part_at + 8 * start,
+                            sum_at + start * sum_bytes,
+                            columns,
+                            all_parts,
+                            whole_parts + 8 * start,
+                            whole_sums + start * sum_bytes,
+                        )
+                continue
 
-        for row in range(rows):
-            target = (begin + first_query + row // group) * num_heads * dim + (head * group + row % group) * dim
-            inverse = _ONE / total[row] if total[row] != _ZERO else _ZERO
-            result = out[target : target + dim]
-            for half in range(pack):
-                for first in range(0, words, _LANES):
-                    sums = acc[row * acc_stride + first * pack + half * _LANES :]
-                    for lane in range(min(_LANES, words - first)):
-                        d = (first + lane) * pack + half
-                        result[d] = narrow(sums[lane] * inverse, result[d])
+            _pack_values(
+                low,
+                high,
+                segment,
+                table,
+                block_size,
+                values + head * head_bytes,
+                block_bytes,
+                dim,
+                per_step,
+                packed_values,
+                sum_bytes,
+                like,
+            )
+            if whole_blocks:
+                for index in range(first, last):
+                    k_place[index] += head * head_bytes
+                key_step = 4 * block_size
+            else:
+                _pack_keys(
+                    low, high, segment, table, block_size, keys + head * head_bytes, block_bytes, words, packed_keys
+                )
+                for index in range(first, last):
+                    k_place[index] = packed_keys + index * _VECTOR
+                key_step = 4 * SEGMENT
+            for row in range(0, rows, _ROWS_AT_ONCE):
+                count = min(_ROWS_AT_ONCE, rows - row)
+                low, high = _seen_by_any(
+                    token_rows[tokens[entry + row // group], ROW_POSITION],
+                    token_rows[tokens[entry + (row + count - 1) // group], ROW_POSITION],
+                    segment,
+                    window,
+                )
+                if low == high:
+                    continue
+                row_parts, row_sums = (part_at + 8 * row, sum_at + row * sum_bytes) if direct else (part_at, sum_at)
+                if not direct:
+                    vector(row_sums, count * columns, _ZERO)[:] = _ZERO
+                first, last = low // LANES, -(-high // LANES)
+                index = first
+                while index < last:
+                    wide = last - index >= SCORE_VECTORS
+                    for r in range(0, count, PACKED_ROWS):
+                        place, target = queries + (row + r) * factor_bytes, scores + r * _SCORE_BYTES + index * _VECTOR
+                        if wide:
+                            _score6(
+                                place,
+                                factor_bytes,
+                                k_place[index],
+                                k_place[min(index + 1, last - 1)],
+                                k_place[min(index + 2, last - 1)],
+                                k_place[min(index + 3, last - 1)],
+                                key_step,
+                                words,
+                                target,
+                                _SCORE_BYTES,
+                                scale,
+                                like,
+                            )
+                        else:
+                            key = k_place[index]
+                            _score6_narrow(
+                                place,
+                                factor_bytes,
+                                key,
+                                key,
+                                key,
+                                key,
+                                key_step,
+                                words,
+                                target,
+                                _SCORE_BYTES,
+                                scale,
+                                like,
+                            )
+                    index += SCORE_VECTORS if wide else 1
+                _weigh_rows(
+                    row, count, group, entry, segment, window, tokens, token_rows, scores, row_parts, last * LANES, like
+                )
+                step, steps = low // per_step, -(-high // per_step)
+                while step < steps:
+                    many = min(_PAIRS_AT_ONCE, steps - step)
+                    for r in range(0, count, PACKED_ROWS):
+                        weights = scores + r * _SCORE_BYTES + step * per_step * factor_size(like)
+                        source, target = packed_values + step * sum_bytes, row_sums + r * sum_bytes
+                        column = 0
+                        while column < columns:
+                            if SCORE_VECTORS >= 4 and column + 2 * SPAN <= columns:
+                                _packed6_wide(weights, _SCORE_BYTES, source, sum_bytes, many, target, sum_bytes, like)
+                                column += 2 * SPAN
+                                source += 8 * SPAN
+                                target += 8 * SPAN
+                            else:
+                                _packed6(weights, _SCORE_BYTES, source, sum_bytes, many, target, sum_bytes, like)
+                                column += SPAN
+                                source += 4 * SPAN
+                                target += 4 * SPAN
+                    step += many
+                if not direct:
+                    _keep_rows(
+                        row,
+                        count,
+                        group,
+                        head,
+                        heads,
+                        item,
+                        segment,
+                        window,
+                        tokens,
+                        token_rows,
+                        row_parts,
+                        row_sums,
+                        columns,
+                        all_parts,
+                        whole_parts + 8 * row,
+                        whole_sums + row * sum_bytes,
+                    )
+
+        if item[ITEM_IS_PART] == 0:
+            for index in range(together * rows):
+                token, place = tokens[entry + index % rows // group], (head + index // rows) * group + index % group
+                target = out + (token * heads + place) * dim * element
+                finish_row(whole_parts + 8 * index, whole_sums + index * sum_bytes, dim, target, like)
+
+    if item[ITEM_IS_PART] > 0:
+        for index in range(entry, entry + item[ITEM_TOKENS]):
+            token = tokens[index]
+            if count_down(token_rows, token * token_rows.shape[1] + ROW_PENDING) == 0:
+                token_rows[token, ROW_PENDING] = token_rows[token, ROW_PIECES]  # for the next layer
+                _join_parts(
+                    token, token_rows[token], all_parts, heads, dim, columns, whole_parts, whole_sums, out, like
+                )
 
 
-@helper
+@exact_helper
+def _join_parts(
+    token: int,
+    token_row: Any,
+    all_parts: int,
+    heads: int,
+    dim: int,
+    columns: int,
+    part: int,
+    sums: int,
+    out: int,
+    like: Any,
+) -> None:
+    size = _PART_HEADER + 4 * columns
+    stats, whole = vector(part, 2, _ZERO), vector(sums, columns, _ZERO)
+    for head in range(heads):
+        stats[0], stats[1] = _NEGATIVE_INFINITY, _ZERO
+        whole[:] = _ZERO
+        for index in range(token_row[ROW_SLOT], token_row[ROW_SLOT] + token_row[ROW_SEGMENTS]):
+            place = all_parts + (index * heads + head) * size
+            join_row(part, sums, place, place + _PART_HEADER, columns)
+        finish_row(part, sums, dim, out + (token * heads + head) * dim * element_size(like), like)
+
+
+@exact_helper
+def _pack_values(
+    low: int,
+    high: int,
+    segment: int,
+    table: Any,
+    block_size: int,
+    values: int,
+    block_bytes: int,
+    dim: int,
+    per_step: int,
+    packed: int,
+    step_bytes: int,
+    like: Any,
+) -> None:
+    """Weave the values of one head's tokens low <= token < high of a segment; half a pair is woven with itself."""
+    row_bytes = dim * element_size(like)
+    token = low
+    block, offset = divmod(segment * SEGMENT + low, block_size)
+    while token < high:
+        place = values + table[block] * block_bytes + offset * row_bytes
+        partner = place
+        advance = 1
+        if per_step == 2 and token % 2 == 0 and token + 1 < high:
+            advance = 2
+            if offset + 1 < block_size:
+                partner = place + row_bytes
+            else:
+                partner = values + (table[block + 1]) * block_bytes
+        weave_rows(place, partner, dim, packed + token // per_step * step_bytes, like)
+        token += advance
+        offset += advance
+        while offset >= block_size:
+            offset -= block_size
+            block += 1
+
+
+@exact_helper
+def _pack_keys(
+    low: int, high: int, segment: int, table: Any, block_size: int, keys: int, block_bytes: int, words: int, packed: int
+) -> None:
+    """Copy the keys of one head's tokens of a segment to [words][SEGMENT], for blocks without whole vectors."""
+    token = low
+    block, offset = divmod(segment * SEGMENT + low, block_size)
+    while token < high:
+        count = min(block_size - offset, high - token)
+        place = keys + table[block] * block_bytes + 4 * offset
+        for word in range(words):
+            target = vector(packed + 4 * (word * SEGMENT + token), count, _ZERO)
+            source = vector(place + 4 * word * block_size, count, _ZERO)
+            for index in range(count):
+                target[index] = source[index]
+        token += count
+        offset = 0
+        block += 1
+
+
+@exact_helper
 def _attend_items(
     part: int,
     parts: int,
-    items: Any,
     counter: Any,
+    items: Any,
+    tokens: Any,
+    token_rows: Any,
+    all_parts: int,
+    block_tables: Any,
+    query: int,
+    query_bytes: int,
+    keys: int,
+    values: int,
+    block_bytes: int,
+    block_size: int,
+    num_kv_heads: int,
+    dim: int,
     group: int,
     scale: Any,
     window: int,
-    query: Any,
-    query_stride: int,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    seq_lens: Any,
-    block_tables: Any,
-    out: Any,
+    out: int,
+    like: Any,
 ) -> None:
-    block_size, dim = v.shape[2], v.shape[3]
-    rows = max(TILE_ROWS, group)
-    q_tile = np.empty(rows * dim, np.float32)
-    scores = np.empty(rows * (max(1, TILE_TOKENS // block_size) * block_size + _LANES) + _LANES, np.float32)
-    acc = np.empty(rows * (dim + 2 * _LANES), np.float32)
-    largest = np.empty(rows, np.float32)
-    total = np.empty(rows, np.float32)
+    columns = -(-dim // SPAN) * SPAN
+    rows = max(SHARED_ROWS, group) + PACKED_ROWS
+    size = rows * (dim + LANES + columns) + _STREAMED_AT_ONCE * (LANES + columns + _SCORE_BYTES // 4)
+    size += SEGMENT * (columns + dim) + 2 * LANES
+    space = np.empty(size, np.float32)
+    start = (space.ctypes.data + 63) // 64 * 64
+    k_place, v_place = np.empty(SEGMENT // LANES, np.int64), np.empty(SEGMENT // LANES, np.int64)
     while True:
         index = next_item(counter)
         if index >= items.shape[0]:
             break
         _attend(
             items[index],
-            group,
-            scale,
-            window,
-            query,
-            query_stride,
-            k,
-            v,
-            query_start,
-            seq_lens,
+            tokens,
+            token_rows,
+            all_parts,
             block_tables,
+            query,
+            query_bytes,
+            keys,
+            values,
+            block_bytes,
+            block_size,
+            num_kv_heads,
+            dim,
+            group,
+            scale * _LOG2_E,
+            window,
             out,
-            q_tile,
-            scores,
-            acc,
-            largest,
-            total,
+            start,
+            k_place,
+            v_place,
+            like,
         )
+    space[0] = _ZERO  # a use after the last: addresses are none that numba sees
 
 
 @kernel
 def attention(
     board: int,
     items: Any,
+    tokens: Any,
+    token_rows: Any,
+    all_parts: Any,
+    block_tables: Any,
+    query: int,
+    query_bytes: int,
+    keys: int,
+    values: int,
+    block_bytes: int,
+    block_size: int,
+    num_kv_heads: int,
+    dim: int,
     group: int,
     scale: Any,
     window: int,
-    query: int,
-    query_stride: int,
-    k: Any,
-    v: Any,
-    query_start: Any,
-    seq_lens: Any,
-    block_tables: Any,
     out: int,
-    rows: int,
     like: Any,
 ) -> None:
-    """Attention of the work items int32 [n, 5] (sequence, first query, queries, first kv head, kv heads).
+    """Attention of a plan's items. query, out and block 0's keys and values by address, elements like `like`.
 
-    query, its rows query_stride apart, and out [rows, heads * dim] by address, elements like `like`; k and v are
-    `LayerKV.words`.
+    Query rows [num_kv_heads * group * dim] are query_bytes apart, blocks block_bytes; the order within a block is that
+    of `layout`, "k_major". all_parts: float32, `part_floats` for each of the plan's parts.
     """
-    queries = vector(query, rows * query_stride, like)
-    results = vector(out, rows * k.shape[1] * group * v.shape[3], like)
     counter = np.zeros(1, np.int64)
     run(
         board,
         1,
         _attend_items,
         (
-            items,
             counter,
+            items,
+            tokens,
+            token_rows,
+            all_parts.ctypes.data,
+            block_tables,
+            query,
+            query_bytes,
+            keys,
+            values,
+            block_bytes,
+            block_size,
+            num_kv_heads,
+            dim,
             group,
             scale,
             window,
-            queries,
-            query_stride,
-            k,
-            v,
-            query_start,
-            seq_lens,
-            block_tables,
-            results,
+            out,
+            like,
         ),
     )
+
+
+def part_floats(num_heads: int, dim: int) -> int:
+    """float32 of one part of a plan: one token's and segment's results for all query heads."""
+    return num_heads * (_PART_HEADER // 4 + -(-dim // SPAN) * SPAN)

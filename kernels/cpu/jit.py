@@ -29,6 +29,12 @@ def helper(function: F) -> F:
     return cast(F, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)(function))
 
 
+def exact_helper(function: F) -> F:
+    """The same without licence to reorder sums, which numba gives to all instructions, also those of intrinsics."""
+    options = OPTIONS | {"fastmath": False}
+    return cast(F, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function))
+
+
 def kernel(function: F) -> F:
     """Compile a function that Python calls; its machine code is kept on disk once `keep_compiled` has been called."""
     compiled = numba.njit(**OPTIONS)(function)

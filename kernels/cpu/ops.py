@@ -10,10 +10,11 @@ import torch
 
 from pagemill.kernels.cpu import attention, edit, elementwise, logprobs, matmul, sampler
 from pagemill.kernels.cpu.arena import Arena
+from pagemill.kernels.cpu.attention import part_floats
 from pagemill.kernels.cpu.jit import keep_compiled
 from pagemill.kernels.cpu.kernel_cache import Report
 from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, gather, prepare_linear
-from pagemill.kernels.cpu.plan import attention_items
+from pagemill.kernels.cpu.plan import AttentionPlan, attention_plan
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
 from pagemill.kernels.layout import KVForm, LayerKV
@@ -124,28 +125,41 @@ class CpuOps:
         group = heads // kv.num_kv_heads
         out = torch.empty((tokens, heads, dim), dtype=query.dtype)
 
-        def make(host: HostMetadata) -> Any:
-            tile_tokens = max(1, attention.TILE_ROWS // group)
-            return attention_items(host, tile_tokens=tile_tokens, num_kv_heads=kv.num_kv_heads, threads=self.threads)
+        def make(host: HostMetadata) -> tuple[AttentionPlan, Any]:
+            plan = attention_plan(
+                host,
+                group=group,
+                num_kv_heads=kv.num_kv_heads,
+                block_size=kv.block_size,
+                threads=self.threads,
+                window=sliding_window,
+            )
+            return plan, np.empty(plan.num_parts * part_floats(heads, dim), np.float32)
 
-        items = meta.plan(f"cpu {group} {kv.num_kv_heads}", make)
+        plan, parts = meta.plan(f"cpu {heads} {kv.num_kv_heads} {dim} {sliding_window}", make)
         queries, stride = _rows(query, kv.k.dtype)
-        host = meta.host
-        work = int(host.seq_lens.sum()) * kv.num_kv_heads * dim if items.shape[0] > 1 else 0
+        # Short of that, waking the team costs more than it saves.
+        work = int(meta.host.seq_lens.sum()) * kv.num_kv_heads * dim if len(plan.items) > 1 else 0
+        element = query.dtype.itemsize
         attention.attention(
             self._board(work),
-            items,
+            plan.items,
+            plan.tokens,
+            plan.rows,
+            parts,
+            meta.host.block_tables,
+            queries,
+            stride * element,
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            kv.k.stride(0) * element,
+            kv.block_size,
+            kv.num_kv_heads,
+            dim,
             group,
             np.float32(scale),
             sliding_window,
-            queries,
-            stride,
-            *kv.words,
-            host.query_start,
-            host.seq_lens,
-            host.block_tables,
             out.data_ptr(),
-            tokens,
             _like(query.dtype),
         )
         return out

@@ -1,9 +1,8 @@
-"""Building blocks that numba cannot express: bfloat16, a vectorising exponential and register tiles, as LLVM IR.
+"""Building blocks that numba cannot express: bfloat16, a vectorising exponential and whole vectors, as LLVM IR.
 
 numba has no bfloat16 and promotes small integers to 64 bits, which keeps LLVM from vectorising conversions written by
-hand; so they are emitted here. bfloat16 travels as uint16. The tiles keep a few rows of partial sums in vector
-registers, which a loop nest in Python cannot promise. All lanes past the end are masked: memory behind a tile is never
-touched, whatever it holds.
+hand; so they are emitted here. bfloat16 travels as uint16. All lanes past the end are masked: memory behind an array is
+never touched, whatever it holds.
 """
 
 # llvmlite and numba ship no types, and `intrinsic` returns what numba makes of a function.
@@ -11,7 +10,7 @@ touched, whatever it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -23,8 +22,6 @@ from pagemill.kernels.rng import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0,
 
 PHILOX_LANES = 8  # of 64 bits
 LANES = 16  # of 32 bits: one AVX-512 register, two of AVX2, four of NEON
-ROW_STEPS = (8, 4, 3, 2, 1)
-"""Rows that one tile can hold; callers peel their rows off in these steps."""
 
 _I1 = ir.IntType(1)
 _I16 = ir.IntType(16)
@@ -155,139 +152,11 @@ def _store(builder: Any, value: Any, pointer: Any) -> None:
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer())).align = 4
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return _call(builder, f"llvm.fma.v{LANES}f32", _VF32, [a, b, c])
-
-
 def pair_halves(builder: Any, words: Any) -> tuple[Any, Any]:
     """The two bfloat16 of each 32-bit word as float32: the low one, which lies first in memory, and the high one."""
     low = builder.shl(words, ir.Constant(_VI32, [16] * LANES))
     high = builder.and_(words, ir.Constant(_VI32, [0xFFFF0000] * LANES))
     return builder.bitcast(low, _VF32), builder.bitcast(high, _VF32)
-
-
-def _accumulators(builder: Any, count: int) -> list[Any]:
-    return [cgutils.alloca_once(builder, _VF32) for _ in range(count)]
-
-
-def make_score_tile(rows: int) -> Callable[..., Any]:
-    """c[r, n] = sum over d of a[r, d] * b[d, n], for `rows` rows and `cols` <= 16 columns: queries times keys.
-
-    The intrinsic's arguments: a float32 array, offset, row stride; b array in k_major order (two bfloat16 of one column
-    share a word), offset, stride, both in words; depth in words; cols; c float32 array, offset, row stride.
-    All 16 columns of c are written.
-    """
-
-    @intrinsic
-    def score_tile(
-        typingctx: Any,
-        a: Any,
-        ao: Any,
-        astr: Any,
-        b: Any,
-        bo: Any,
-        bstr: Any,
-        depth: Any,
-        cols: Any,
-        c: Any,
-        co: Any,
-        cstr: Any,
-    ) -> Any:
-        packed = b.dtype == types.uint16
-
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> None:
-            a_off, a_stride, b_off, b_stride, n, columns, c_off, c_stride = (args[i] for i in (1, 2, 4, 5, 6, 7, 9, 10))
-            word = _I32 if packed else _F32
-            a_data = _data(context, builder, sig.args[0], args[0], _F32)
-            b_data = _data(context, builder, sig.args[3], args[3], word)
-            c_data = _data(context, builder, sig.args[8], args[8], _F32)
-            mask = _lane_mask(builder, columns)
-            # Two chains of sums, to cover the latency of a fused multiply-add where rows are few; also where they are
-            # many, so that a row's score has the same bits in a prefill as in a decode.
-            chains = 2 if packed else 1
-            sums = _accumulators(builder, rows * chains)
-            for pointer in sums:
-                builder.store(ir.Constant(_VF32, [0.0] * LANES), pointer)
-            starts = [builder.add(a_off, builder.mul(a_stride, ir.Constant(a_stride.type, r))) for r in range(rows)]
-            with cgutils.for_range(builder, n) as loop:
-                place = builder.add(b_off, builder.mul(loop.index, b_stride))
-                loaded = _load(builder, builder.gep(b_data, [place]), _VI32 if packed else _VF32, mask)
-                parts = pair_halves(builder, loaded) if packed else (loaded,)
-                step = builder.mul(loop.index, ir.Constant(loop.index.type, len(parts)))
-                for row in range(rows):
-                    for index, part in enumerate(parts):
-                        at = builder.add(starts[row], builder.add(step, ir.Constant(step.type, index)))
-                        factor = splat(builder, builder.load(builder.gep(a_data, [at])))
-                        pointer = sums[row * chains + (index if chains == 2 else 0)]
-                        builder.store(_fma(builder, factor, part, builder.load(pointer)), pointer)
-            for row in range(rows):
-                total = builder.load(sums[row * chains])
-                if chains == 2:
-                    total = builder.fadd(total, builder.load(sums[row * chains + 1]))
-                at = builder.add(c_off, builder.mul(c_stride, ir.Constant(c_stride.type, row)))
-                _store(builder, total, builder.gep(c_data, [at]))
-
-        return types.void(a, ao, astr, b, bo, bstr, depth, cols, c, co, cstr), codegen
-
-    return score_tile
-
-
-def make_value_tile(rows: int) -> Callable[..., Any]:
-    """c[r, n] += sum over t of a[r, t] * b[t, n], for `rows` rows and `cols` <= 16 words of columns: weights by values.
-
-    Arguments as for the score tile, depth in rows of b. Two bfloat16 of a word are two columns: of c, the 16 even ones
-    come first, then the 16 odd ones.
-    """
-
-    @intrinsic
-    def value_tile(
-        typingctx: Any,
-        a: Any,
-        ao: Any,
-        astr: Any,
-        b: Any,
-        bo: Any,
-        bstr: Any,
-        depth: Any,
-        cols: Any,
-        c: Any,
-        co: Any,
-        cstr: Any,
-    ) -> Any:
-        packed = b.dtype == types.uint16
-
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> None:
-            a_off, a_stride, b_off, b_stride, n, columns, c_off, c_stride = (args[i] for i in (1, 2, 4, 5, 6, 7, 9, 10))
-            word = _I32 if packed else _F32
-            a_data = _data(context, builder, sig.args[0], args[0], _F32)
-            b_data = _data(context, builder, sig.args[3], args[3], word)
-            c_data = _data(context, builder, sig.args[8], args[8], _F32)
-            mask = _lane_mask(builder, columns)
-            width = 2 if packed else 1
-            sums = _accumulators(builder, rows * width)
-            places = []
-            for row in range(rows):
-                for index in range(width):
-                    at = builder.add(c_off, builder.mul(c_stride, ir.Constant(c_stride.type, row)))
-                    pointer = builder.gep(c_data, [builder.add(at, ir.Constant(at.type, index * LANES))])
-                    places.append(pointer)
-                    builder.store(_load(builder, pointer, _VF32, None), sums[row * width + index])
-            starts = [builder.add(a_off, builder.mul(a_stride, ir.Constant(a_stride.type, r))) for r in range(rows)]
-            with cgutils.for_range(builder, n) as loop:
-                place = builder.add(b_off, builder.mul(loop.index, b_stride))
-                loaded = _load(builder, builder.gep(b_data, [place]), _VI32 if packed else _VF32, mask)
-                parts = pair_halves(builder, loaded) if packed else (loaded,)
-                for row in range(rows):
-                    factor = splat(builder, builder.load(builder.gep(a_data, [builder.add(starts[row], loop.index)])))
-                    for index, part in enumerate(parts):
-                        pointer = sums[row * width + index]
-                        builder.store(_fma(builder, factor, part, builder.load(pointer)), pointer)
-            for pointer, total in zip(places, sums, strict=True):
-                _store(builder, builder.load(total), pointer)
-
-        return types.void(a, ao, astr, b, bo, bstr, depth, cols, c, co, cstr), codegen
-
-    return value_tile
 
 
 @intrinsic

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pagemill.kernels.cpu.ops import CpuOps
-from pagemill.kernels.cpu.plan import attention_items
+from pagemill.kernels.cpu.plan import SEGMENT, attention_plan
 from pagemill.kernels.metadata import AttentionMetadata
-from tests.kernels.paged import REFERENCE, distance, make_case, naive_attention
+from tests.kernels.paged import REFERENCE, PagedCase, distance, make_case, naive_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -85,16 +85,90 @@ def test_a_sequence_is_untouched_by_its_neighbours(cpu: CpuOps, dtype: torch.dty
     case = make_case(lens, queries, dtype=dtype)
     together = cpu.paged_attention(case.query, case.kv, case.meta, scale=0.25)
     host = case.meta.host
-    for row, (length, count) in enumerate(zip(lens, queries, strict=True)):
-        begin, end = int(host.query_start[row]), int(host.query_start[row + 1])
-        alone = AttentionMetadata.build(
-            query_start=np.array([0, count]),
-            seq_lens=np.array([length]),
-            block_tables=host.block_tables[row : row + 1],
-            slot_mapping=host.slot_mapping[begin:end],
-            positions=host.positions[begin:end],
+    for row in range(len(lens)):
+        query, meta = alone(case, row)
+        begin, end = host.query_start[row : row + 2]
+        assert torch.equal(cpu.paged_attention(query, case.kv, meta, scale=0.25), together[begin:end])
+
+
+def alone(case: PagedCase, row: int) -> tuple[torch.Tensor, AttentionMetadata]:
+    """The queries and metadata of one sequence of a case, as if nothing were beside it."""
+    host = case.meta.host
+    begin, end = int(host.query_start[row]), int(host.query_start[row + 1])
+    meta = AttentionMetadata.build(
+        query_start=np.array([0, end - begin]),
+        seq_lens=host.seq_lens[row : row + 1],
+        block_tables=host.block_tables[row : row + 1],
+        slot_mapping=host.slot_mapping[begin:end],
+        positions=host.positions[begin:end],
+    )
+    return case.query[begin:end], meta
+
+
+def check_dealt_out(case: PagedCase, window: int = 0) -> None:
+    """On one thread and on five, in a step and alone: the same bits, and the right ones."""
+    expected = REFERENCE.paged_attention(case.query, case.kv, case.meta, scale=0.25, sliding_window=window)
+    host = case.meta.host
+    outputs = []
+    for threads in (1, 5):
+        ops = CpuOps(threads=threads)
+        meta = AttentionMetadata.build(
+            **{
+                name: getattr(host, name)
+                for name in ("query_start", "seq_lens", "block_tables", "slot_mapping", "positions")
+            }
         )
-        assert torch.equal(cpu.paged_attention(case.query[begin:end], case.kv, alone, scale=0.25), together[begin:end])
+        for _ in range(2):  # layers of a step use its plan again
+            outputs.append(ops.paged_attention(case.query, case.kv, meta, scale=0.25, sliding_window=window))
+        for row in range(len(host.seq_lens)):
+            query, own = alone(case, row)
+            actual = ops.paged_attention(query, case.kv, own, scale=0.25, sliding_window=window)
+            assert torch.equal(actual, outputs[0][host.query_start[row] : host.query_start[row + 1]])
+    assert distance(outputs[0], expected) < TOLERANCE[case.query.dtype]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (256, 32), (7, 32), (48, 96), (100, 20)])
+def test_segments_of_long_contexts(dtype: torch.dtype, block_size: int, head_dim: int) -> None:
+    """Lengths around a segment's 256 tokens, decodes, guesses and chunks, dealt out to few and to many threads."""
+    case = make_case(
+        [255, 256, 257, 512, 1100, 700, 520],
+        [1, 1, 2, 5, 1, 60, 300],
+        block_size=block_size,
+        head_dim=head_dim,
+        group=3,
+        dtype=dtype,
+    )
+    check_dealt_out(case)
+    check_dealt_out(case, window=300)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_long_context(dtype: torch.dtype) -> None:
+    check_dealt_out(make_case([3000], [1], head_dim=64, group=3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_sequences_with_the_same_first_blocks(dtype: torch.dtype, block_size: int) -> None:
+    """All begin with the first one's blocks, some go on with those of the third, the last has its own."""
+    lens, queries = [300, 600, 1000, 900, 1000, 560, 700], [1, 3, 1, 2, 1, 200, 1]
+    case = make_case(lens, queries, block_size=block_size, kv_heads=2, group=3, head_dim=64, dtype=dtype)
+    tables = case.meta.host.block_tables
+    tables[1:-1, : 272 // block_size] = tables[0, : 272 // block_size]
+    tables[3:6, : 520 // block_size] = tables[2, : 520 // block_size]
+    tables[4, : 768 // block_size] = tables[3, : 768 // block_size]
+    check_dealt_out(case)
+    check_dealt_out(case, window=400)
+
+
+@pytest.mark.parametrize("group", [5, 40, 200])
+def test_groups_of_any_size_share_segments(group: int) -> None:
+    case = make_case([530] * 40, [1] * 40, kv_heads=1, group=group, head_dim=32, dtype=torch.bfloat16)
+    tables = case.meta.host.block_tables
+    tables[:, :32] = tables[0, :32]
+    check_dealt_out(case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,29 +251,49 @@ def test_what_is_written_is_what_attention_reads(cpu: CpuOps) -> None:
     assert torch.equal(cpu.paged_attention(case.query, kv, case.meta, scale=0.25), expected)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_work_items_cover_every_query_and_head_once(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(30))
+def test_the_plan_covers_every_query_head_and_segment_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(0, 12))
-    query_lens = rng.integers(0, 50, count)
-    seq_lens = query_lens + rng.integers(0, 300, count)
-    seq_lens = np.maximum(seq_lens, 1)
+    block_size = int(rng.choice([5, 16, 64]))
+    query_lens = rng.integers(0, 3 if seed % 2 else 80, count)
+    seq_lens = np.maximum(query_lens + rng.integers(0, 2000, count), 1)
+    tables = np.arange(count * 500).reshape(count, 500)
+    for row in range(count):  # some begin like another
+        same = int(rng.integers(0, 300))
+        tables[row, :same] = tables[rng.integers(0, row + 1), :same]
     host = AttentionMetadata.build(
         query_start=np.concatenate([[0], np.cumsum(query_lens)]),
         seq_lens=seq_lens,
-        block_tables=np.zeros((count, 400)),
+        block_tables=tables,
         slot_mapping=np.zeros(query_lens.sum()),
         positions=np.zeros(query_lens.sum()),
     ).host
-    tile, heads, threads = int(rng.integers(1, 12)), int(rng.integers(1, 5)), int(rng.integers(1, 5))
-    items = attention_items(host, tile_tokens=tile, num_kv_heads=heads, threads=threads)
-    seen = np.zeros((int(query_lens.sum()), heads), int)
-    for sequence, first, queries, head, many in items:
-        assert 1 <= queries <= tile
-        begin = host.query_start[sequence] + first
-        assert begin + queries <= host.query_start[sequence + 1]
-        seen[begin : begin + queries, head : head + many] += 1
-    assert (seen == 1).all()
+    group, heads, threads = int(rng.integers(1, 12)), int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    window = int(rng.choice([0, 0, 100, 600]))
+    plan = attention_plan(host, group=group, num_kv_heads=heads, block_size=block_size, threads=threads, window=window)
+    seen = np.zeros((int(query_lens.sum()), heads, 10), int)
+    pieces = np.zeros(len(seen), int)
+    owner = np.repeat(np.arange(count), query_lens)
+    for sequence, first, number, head, many, begin, end, is_part in plan.items:
+        own = plan.tokens[first : first + number]
+        assert number >= 1 and begin < end
+        used = tables[sequence, begin * SEGMENT // block_size : -(-end * SEGMENT // block_size)]
+        for token in own:
+            table = tables[owner[token], begin * SEGMENT // block_size : -(-end * SEGMENT // block_size)]
+            visible = -(-(plan.rows[token, 0] + 1) // block_size) - begin * SEGMENT // block_size
+            assert (table[:visible] == used[:visible]).all()
+        seen[own, head : head + many, begin:end] += 1
+        pieces[own] += is_part
+    for token, (position, segment, segments, slot, expected, pending) in enumerate(plan.rows):
+        assert position == seq_lens[owner[token]] - query_lens[owner[token]] + token - host.query_start[owner[token]]
+        oldest = max(0, position + 1 - window) if window else 0
+        assert (segment, segment + segments) == (oldest // SEGMENT, position // SEGMENT + 1)
+        assert (seen[token, :, segment : segment + segments] == 1).all()
+        assert expected == pending == pieces[token]
+        assert not expected or slot + segments <= plan.num_parts
+    kept = plan.rows[plan.rows[:, 4] > 0]
+    assert kept[:, 2].sum() == plan.num_parts
 
 
 def test_metadata_refuses_what_does_not_fit_together() -> None:

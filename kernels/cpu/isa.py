@@ -1,0 +1,76 @@
+"""What the processor that numba compiles for can do: the one place where code asks for instructions by name."""
+
+# llvmlite and numba ship no types.
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+
+LANES = 16
+
+
+def _has(feature: str) -> bool:
+    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
+    return f"+{feature}" in features.split(",")
+
+
+WIDE_REGISTERS = _has("avx512f")
+"""Whether 32 registers hold 16 float32 each; else take it that 16 hold 8 each."""
+
+MULTIPLIES_PAIRS = WIDE_REGISTERS and _has("avx512bf16") and llvmlite.binding.llvm_version_info[0] >= 18
+"""Whether one instruction multiplies pairs of bfloat16 and adds both products to a float32 (AVX512_BF16)."""
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_VF32 = ir.VectorType(_F32, LANES)
+_VI32 = ir.VectorType(_I32, LANES)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_HALF = ir.VectorType(_BFloat(), LANES)
+_HALF_BITS = ir.VectorType(ir.IntType(16), LANES)
+
+
+def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """Call an LLVM intrinsic by name."""
+    signature = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def dot_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """total + the two products of the bfloat16 pairs in each of 16 words; only where MULTIPLIES_PAIRS."""
+    pairs = [builder.bitcast(words, _PAIRS) for words in (left, right)]
+    return call(builder, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}", _VF32, [total, *pairs])
+
+
+def to_bfloat(builder: Any, values: Any) -> Any:
+    """<16 x float> as bfloat16 in <16 x i16>, rounded to nearest even; NaN stays NaN.
+
+    Rounded with integers where there is no instruction: LLVM would call a library routine that is not there and abort.
+    """
+    if MULTIPLIES_PAIRS:
+        name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * LANES}"
+        return builder.bitcast(call(builder, name, _HALF, [values]), _HALF_BITS)
+
+    def constant(value: int) -> Any:
+        return ir.Constant(_VI32, [value] * LANES)
+
+    bits = builder.bitcast(values, _VI32)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+    quiet = builder.or_(bits, constant(0x400000))
+    kept = builder.select(builder.fcmp_unordered("uno", values, values), quiet, rounded)
+    return builder.trunc(builder.lshr(kept, constant(16)), _HALF_BITS)
