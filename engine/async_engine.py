@@ -216,6 +216,10 @@ class AsyncEngine:
         """See `BlockPool.map`."""
         return self._core.scheduler.cache.pool.map(cells)
 
+    def is_cached(self, block_hash: bytes) -> bool:
+        """Whether the pool still has the block of this name. From any thread; the next step may change it."""
+        return self._core.scheduler.cache.pool.lookup(block_hash) is not None
+
     @property
     def pulse(self) -> tuple[int, bool]:
         """How many turns the step loop has made, and whether it sleeps because there is nothing to do. A loop that is

@@ -54,6 +54,9 @@ class QueueConfig:
     refuse_without_engine: bool = _setting(False, "refuse requests while no engine is alive, instead of keeping them")
     drain_timeout_s: float = _setting(30.0, "how long running requests may go on after SIGTERM")
     heartbeat_timeout_s: float = _setting(15.0, "an engine silent for this long is dead: others take its requests")
+    head_start_ms: int = _setting(
+        50, "how long a request is left to the engine that has computed its prompt's beginning; 0: whoever reads it"
+    )
     poll_ms: int = _setting(250, "how often an engine looks for cancellations of requests that make no tokens")
     block_ms: int = _setting(1000, "how long one blocking read of the stream lasts")
 
@@ -67,7 +70,7 @@ class QueueConfig:
                 )
         whole = {"shards": (1, 1024), "default_ttl_ms": (1, 604_800_000), "max_body_bytes": (1024, 64 << 20)}
         whole |= {"blob_bytes": (0, 64 << 20), "max_attempts": (1, 100), "poll_ms": (10, 60_000)}
-        whole |= {"block_ms": (10, 60_000), "retry_delay_ms": (0, 30_000)}
+        whole |= {"block_ms": (10, 60_000), "retry_delay_ms": (0, 30_000), "head_start_ms": (0, 1000)}
         for name, (low, high) in whole.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -23,13 +23,26 @@ class UnreadableEntry(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """Engine `owner` was given an entry, and this one has computed the `beginning` of its prompt. `level`: how long it
+    is, see `placement.LEVELS`; `running`: requests that run there."""
+
+    owner: str
+    beginning: str
+    level: int
+    running: int
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry as it was delivered. `stream` is its priority 0..2, `entry_id` its id in that stream."""
+    """An entry as it was delivered. `stream` is its priority 0..2, `entry_id` its id in that stream. `offer`: where it
+    was delivered to another engine, which offers it to this one."""
 
     shard: ShardKeys
     stream: int
     entry_id: bytes
     fields: Mapping[bytes, bytes]
+    offer: Offer | None = None
 
     @property
     def stream_key(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from pagemill.ingest.entries import Entry, UnreadableEntry, check_shard, read_id
 from pagemill.ingest.events import Transcript
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
+from pagemill.ingest.placement import HeldPrefixes, beginnings_of
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
 from pagemill.ingest.schema import RequestBody, UnreadableBody, check_size
 
@@ -30,30 +31,49 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """An entry that cannot be begun yet, and why. An old suspect was there when several engines died."""
+    """An entry that cannot be begun yet, and why. An old suspect was there when several engines died; what is offered
+    has been left to the engine `to`."""
 
-    reason: Literal["suspect", "old suspect", "busy"]
+    reason: Literal["suspect", "old suspect", "busy", "offered"]
     tenant: str
+    to: str = ""
 
 
 class Intake:
     """Takes entries for engine `owner`, which serves `model`. Once `stopping` is set nothing more is begun, and Redis
-    being unavailable is an error instead of something to wait out."""
+    being unavailable is an error instead of something to wait out. `held`: beginnings of prompts that the engine has
+    computed; None where it keeps none."""
 
-    def __init__(self, client: Client, config: QueueConfig, owner: str, model: str, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        client: Client,
+        config: QueueConfig,
+        owner: str,
+        model: str,
+        stopping: asyncio.Event,
+        held: HeldPrefixes | None = None,
+    ) -> None:
         self._client = client
         self._config = config
         self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
         self._owner = owner
         self._model = model
         self._stopping = stopping
+        self._held = held
 
     async def take(
-        self, entry: Entry, *, alone: bool = False, busy: Container[str] = ()
+        self,
+        entry: Entry,
+        *,
+        alone: bool = False,
+        busy: Container[str] = (),
+        running: int | None = None,
+        avoided: Collection[str] = (),
     ) -> LiveRequest | Postponed | None:
         """Own an entry. None: it went to the dead letters, has ended before, or is another engine's. It is postponed if
         it may have ended an engine, and is to be taken `alone`, with nothing running beside it; or if as many of its
-        tenant run as may, or others of its tenant wait for that: it is one of `busy`.
+        tenant run as may, or others of its tenant wait for that: it is one of `busy`; or if it has been offered to
+        another engine, which is done where `running`, the number of requests here, is given, and to none of `avoided`.
 
         Where the request is not to run, `stopping` of what is returned says how it ends.
         """
@@ -79,6 +99,7 @@ class Intake:
         tokens = body.estimated_tokens if body is not None else 0
         if tenant in busy:
             return Postponed("busy", tenant)
+        beginnings = beginnings_of(body) if body is not None and self._held is not None else []
         call = scripts.begin(
             entry,
             self._owner,
@@ -92,14 +113,21 @@ class Intake:
             max_attempts=self._max_attempts(body),
             alone=alone,
             callback=b"" if callback is None else callback.stored(None if body is None else body.metadata),
+            beginnings=[beginning.name for beginning in beginnings],
+            running=running,
+            avoided=avoided,
         )
         begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
         if begun == "suspect" or begun == "old suspect" or begun == "busy":
             return Postponed(begun, tenant)
+        if isinstance(begun, scripts.Offered):
+            return Postponed("offered", tenant, begun.to)
         if isinstance(begun, str):
-            _log.info("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
+            _log.debug("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
             return None
-        live = LiveRequest(entry, request_id, self._owner, begun, body, self._model, callback)
+        if self._held is not None:
+            self._held.expect(beginnings)
+        live = LiveRequest(entry, request_id, self._owner, begun, body, self._model, callback, beginnings)
         live.expires_at = time.monotonic() + (begun.deadline - begun.now) / 1000
         live.stopping = self._ending(begun, body, refusal)
         return live

@@ -127,6 +127,14 @@ class ShardKeys:
     def heartbeats(self) -> str:
         return self._key("hb")
 
+    def warm(self, owner: str) -> str:
+        """Names of the prompt beginnings that an engine has in its pool."""
+        return self._key(f"warm:{owner}")
+
+    def told(self, owner: str) -> str:
+        """What other engines tell an engine."""
+        return self._key(f"to:{owner}")
+
     @property
     def statistics(self) -> str:
         return self._key("stat")

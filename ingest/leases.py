@@ -24,6 +24,7 @@ from pagemill.engine.forecast import Outlook
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys
+from pagemill.ingest.placement import HeldPrefixes
 from pagemill.ingest.redis import Client, is_unavailable
 
 BEAT_S = 1.0  # what is told of the engine is never older
@@ -34,13 +35,21 @@ _log = structlog.get_logger(__name__)
 
 
 class Lease:
-    """The lease of engine `owner` on every shard."""
+    """The lease of engine `owner` on every shard. `held`: what it tells the others that it has computed."""
 
-    def __init__(self, engine: AsyncEngine, config: QueueConfig, client: Client, owner: str) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        config: QueueConfig,
+        client: Client,
+        owner: str,
+        held: HeldPrefixes | None = None,
+    ) -> None:
         self._engine = engine
         self._config = config
         self._client = client
         self._owner = owner
+        self._held = held
         self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
         self._renewed_at = float("-inf")
         self._reap_from = float("-inf")
@@ -84,7 +93,8 @@ class Lease:
             return
         started = time.monotonic()
         description = orjson.dumps(self._description())
-        calls = [scripts.renew(shard, self._owner, description) for shard in self._keys.shards]
+        names = [] if self._held is None else self._held.names()
+        calls = [scripts.renew(shard, self._owner, description, names) for shard in self._keys.shards]
         for reply in await scripts.run(self._client, calls):
             if isinstance(reply, BaseException):
                 raise reply

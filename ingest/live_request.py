@@ -7,6 +7,7 @@ they are kept until the end, so that a server that lost some in a failover can b
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from pagemill.ingest.callback import STARTED, Callback, end_event
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.events import ChoiceTranscript, State, Transcript, event
+from pagemill.ingest.placement import Beginning
 from pagemill.ingest.schema import RequestBody
 
 UNWATCHED_S = 1.0
@@ -46,10 +48,11 @@ class Ending:
 class LiveRequest:
     """One owned request. `body` is None where it could not be read; such a request is only refused.
 
-    `callback`: who hears of its end by webhook. `stopping`: how it will end once the engine has let it go. `detached`:
-    what the engine still says does not count any more. `published`: events that the server has; `has_told_tokens`: it
-    knows that there are tokens. `recalled`: events of earlier engines as they were stored, for a server that loses some
-    of those too. `expires_at`, `flushed_at`: seconds of the monotonic clock.
+    `callback`: who hears of its end by webhook. `beginnings`: those of its prompt, by which it is placed. `stopping`:
+    how it will end once the engine has let it go. `detached`: what the engine still says does not count any more.
+    `published`: events that the server has; `has_told_tokens`: it knows that there are tokens. `recalled`: events of
+    earlier engines as they were stored, for a server that loses some of those too. `expires_at`, `flushed_at`: seconds
+    of the monotonic clock.
     """
 
     entry: Entry
@@ -59,6 +62,7 @@ class LiveRequest:
     body: RequestBody | None
     model: str
     callback: Callback | None = None
+    beginnings: Sequence[Beginning] = ()
     ending: Ending | None = None
     stopping: Ending | None = None
     detached: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -153,6 +153,13 @@ Refusal = Literal["lost", "duplicate", "ended", "suspect", "old suspect", "busy"
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """The request was offered to engine `to`, which has computed the beginning of its prompt."""
+
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
 class BeginReply:
     """Where a request stands that this engine now owns. Times are ms of the server's clock. `alone`: nothing is to run
     beside it, until it has a token (1) or until its end (2)."""
@@ -168,9 +175,11 @@ class BeginReply:
     alone: int = 0
 
     @classmethod
-    def read(cls, reply: list[bytes]) -> BeginReply | Refusal:
+    def read(cls, reply: list[bytes]) -> BeginReply | Refusal | Offered:
         if reply == [b"suspect", b"1"]:
             return "old suspect"
+        if reply[0] == b"offered":
+            return Offered(reply[1].decode())
         if reply[0] != b"ok":
             return reply[0].decode()  # type: ignore[return-value]
         attempt, released, seq, seed, created, deadline, now = (int(number) for number in reply[1:8])
@@ -191,10 +200,15 @@ def begin(
     alone: bool = False,
     tenant_cap: int | None = None,
     callback: bytes = b"",
+    beginnings: Sequence[str] = (),
+    running: int | None = None,
+    avoided: Collection[str] = (),
 ) -> Call:
     """Become the owner of a delivered entry. `ttl_ms`, `tenant`, `tokens`, `watch_ms` and `callback` count for an entry
     without a record. `alone`: nothing will run beside it, so it may be one that has ended an engine. `tenant_cap`:
-    requests of one tenant that may run at once."""
+    requests of one tenant that may run at once. `beginnings`: names of the prompt's, the longest first. `running`:
+    requests that run here, where it may be offered to an engine that has one of these and is not `avoided`; None: it
+    may not."""
     shard = entry.shard
     return Call(
         "begin",
@@ -210,6 +224,8 @@ def begin(
         (
             *(GROUP, entry.entry_id, owner, request_id, ttl_ms, tenant, entry.stream, seed, GRACE_MS, tokens),
             *(max_attempts, "1" if alone else "0", _or_empty(tenant_cap), _or_empty(watch_ms), callback),
+            *(" ".join(beginnings), _or_empty(running if beginnings else None), " ".join(avoided)),
+            "" if entry.offer is None else entry.offer.owner,
         ),
     )
 
@@ -303,9 +319,21 @@ def release(shard: ShardKeys, request_id: str, owner: str, attempt: int) -> Call
     return Call("release", keys, (owner, attempt, request_id))
 
 
-def renew(shard: ShardKeys, owner: str, description: bytes) -> Call:
-    """Renew an engine's lease; replies the server's time in ms."""
-    return Call("renew", (shard.heartbeats, shard.engines), (owner, description))
+def renew(shard: ShardKeys, owner: str, description: bytes, beginnings: Sequence[str] = ()) -> Call:
+    """Renew an engine's lease; replies the server's time in ms. `beginnings`: names of those that it has computed."""
+    keys = (shard.heartbeats, shard.engines, shard.warm(owner), shard.told(owner))
+    return Call("renew", keys, (owner, description, *beginnings))
+
+
+def open_streams(shard: ShardKeys, owner: str) -> Call:
+    """Make the streams that an engine reads, with their groups."""
+    return Call("open", (shard.told(owner), *shard.streams), (GROUP,))
+
+
+def decline(entry: Entry, owner: str) -> Call:
+    """Tell the engine that has offered an entry that `owner` does not want it."""
+    assert entry.offer is not None
+    return Call("tell", (entry.shard.told(entry.offer.owner),), (entry.stream, entry.entry_id, owner))
 
 
 def reap(
@@ -345,7 +373,8 @@ def read_given(shard: ShardKeys, reply: Sequence[Any]) -> list[Entry]:
 
 def retire(shard: ShardKeys, owner: str) -> Call:
     """Take a stopping engine off the lists."""
-    return Call("retire", (shard.heartbeats, shard.engines, *shard.streams), (GROUP, owner))
+    keys = (shard.heartbeats, shard.engines, shard.warm(owner), shard.told(owner), *shard.streams)
+    return Call("retire", keys, (GROUP, owner))
 
 
 def dead_letter(entry: Entry, owner: str, reason: str, message: str) -> Call:

@@ -14,6 +14,7 @@ from pagemill.engine.prompt import Prompt, TokenIds
 from pagemill.ingest.intake import Intake
 from pagemill.ingest.live_request import Ending, LiveRequest
 from pagemill.ingest.outbox import Outbox
+from pagemill.ingest.placement import HeldPrefixes
 from pagemill.ingest.schema import RequestBody
 
 _log = structlog.get_logger(__name__)
@@ -22,10 +23,11 @@ _log = structlog.get_logger(__name__)
 class Starter:
     """Hands owned requests to an engine; what they generate goes to the outbox."""
 
-    def __init__(self, engine: AsyncEngine, intake: Intake, outbox: Outbox) -> None:
+    def __init__(self, engine: AsyncEngine, intake: Intake, outbox: Outbox, held: HeldPrefixes | None = None) -> None:
         self._engine = engine
         self._intake = intake
         self._outbox = outbox
+        self._held = held
 
     async def start(self, live: LiveRequest) -> None:
         """Hand an owned request to the engine, going on where another one stopped; or end it if it is to end here."""
@@ -61,6 +63,8 @@ class Starter:
         )
         live.transcript.tool_parser = request.tool_parser
         live.prompt_tokens = len(request.prompt_token_ids)
+        if self._held is not None:
+            self._held.learn(live.beginnings, request)
         # It may have come back from an engine that took it over: what ran of it here is on its way out.
         await self._engine.wait_until_gone(live.request_id)
         if live.stopping is None and not live.detached:

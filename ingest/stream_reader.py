@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -15,7 +15,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.policy import AGED_TURN, AGEING_S
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
-from pagemill.ingest.entries import Entry
+from pagemill.ingest.entries import Entry, Offer
 from pagemill.ingest.keys import GROUP, PRIORITIES, ShardKeys
 from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lost, is_unavailable
 
@@ -54,7 +54,8 @@ class Turns:
 
 class StreamReader:
     """Reads entries as consumer `owner`. `beat` is awaited before the groups are (re)made, hence before any delivery.
-    `may_reap()`: whether an old heartbeat of another engine means that it is dead.
+    `may_reap()`: whether an old heartbeat of another engine means that it is dead. `on_declined(stream key, entry)`:
+    another engine does not want what it was offered.
 
     A read must never be cancelled: the server would count its entry as delivered and nobody would have it.
     """
@@ -67,6 +68,7 @@ class StreamReader:
         config: QueueConfig,
         beat: Callable[[], Awaitable[None]],
         may_reap: Callable[[], bool],
+        on_declined: Callable[[tuple[str, bytes]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shard = shard
@@ -75,6 +77,8 @@ class StreamReader:
         self._config = config
         self._beat = beat
         self._may_reap = may_reap
+        self._on_declined = on_declined
+        self._told = shard.told(owner)
         self._clock = clock
         self._blocking = connect_blocking(config.redis_url, owner)
         self._turns = Turns()
@@ -155,18 +159,43 @@ class StreamReader:
     async def _read_new(self, streams: Sequence[str], block_ms: int | None) -> list[Entry]:
         async with asyncio.timeout((block_ms or 0) / 1000 + 5):
             reply: Any = await self._blocking.xreadgroup(
-                GROUP, self._owner, dict.fromkeys(streams, ">"), count=1, block=block_ms
+                GROUP, self._owner, dict.fromkeys((*streams, self._told), ">"), count=1, block=block_ms
             )
-        return self._entries(reply)
+        told = [item for stream, items in reply or () if stream == self._told.encode() for item in items]
+        entries = self._entries([part for part in reply or () if part[0] != self._told.encode()])
+        return entries + await self._hear(told) if told else entries
+
+    async def _hear(self, told: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> list[Entry]:
+        """What other engines say. Returns the entries that they offer."""
+        offers: list[tuple[int, bytes, Offer]] = []
+        for _, fields in told:
+            try:
+                stream, entry_id = int(fields[b"stream"]), fields[b"entry"]
+                if b"declined" in fields:
+                    self._on_declined((self._shard.streams[stream], entry_id))
+                    continue
+                words = fields[b"from"].decode(), fields[b"offer"].decode()
+                offers.append(
+                    (stream, entry_id, Offer(*words, level=int(words[1][0]), running=int(fields[b"running"])))
+                )
+            except (KeyError, ValueError, IndexError) as error:
+                _log.warning("what another engine says cannot be read", reason=f"{type(error).__name__}: {error}")
+        notes = [note for note, _ in told]
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.xack(self._told, GROUP, *notes)
+        pipeline.xdel(self._told, *notes)
+        for stream, entry_id, _ in offers:
+            pipeline.xrange(self._shard.streams[stream], entry_id, entry_id)
+        _, _, *found = await self._client.run_pipeline(pipeline)
+        return [
+            Entry(self._shard, stream, entry_id, items[0][1], offer)
+            for (stream, entry_id, offer), items in zip(offers, found, strict=True)
+            if isinstance(items, list) and items
+        ]
 
     async def _make_groups(self) -> None:
         await self._beat()
-        for stream in self._shard.streams:
-            try:
-                await self._client.xgroup_create(stream, GROUP, id="0", mkstream=True)
-            except ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
+        await scripts.run_one(self._client, scripts.open_streams(self._shard, self._owner))
 
     async def _own_pending(self) -> list[Entry]:
         """What was delivered to this consumer and perhaps never arrived here."""

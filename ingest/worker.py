@@ -45,6 +45,7 @@ from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, e
 from pagemill.ingest.lookout import Lookout
 from pagemill.ingest.outbox import Outbox, Outcome
 from pagemill.ingest.patrol import Patrol
+from pagemill.ingest.placement import HeldPrefixes, Offers, is_wanted
 from pagemill.ingest.quarantine import Quarantine
 from pagemill.ingest.redis import Client, connect_commands, is_unavailable, wait_for_server
 from pagemill.ingest.starter import Starter
@@ -71,9 +72,12 @@ class Worker:
         self.owner = f"{socket.gethostname()[:32]}-{os.getpid()}-{secrets.token_hex(4)}"
         self._client: Client = connect_commands(config.redis_url, self.owner)
         self._stopping = asyncio.Event()
-        self._intake = Intake(self._client, config, self.owner, engine.info.model_name, self._stopping)
+        places = config.head_start_ms > 0 and engine.config.enable_prefix_caching
+        held = HeldPrefixes(engine.is_cached, engine.info.block_size) if places else None
+        self._offers = Offers(config.head_start_ms / 1000)
+        self._intake = Intake(self._client, config, self.owner, engine.info.model_name, self._stopping, held)
         self._outbox = Outbox(self._client, config, on_cancel=self._on_cancel, on_end=self._on_end)
-        self._starter = Starter(engine, self._intake, self._outbox)
+        self._starter = Starter(engine, self._intake, self._outbox, held)
         self._live: dict[str, LiveRequest] = {}
         self._taken: set[tuple[str, bytes]] = set()
         self._quarantine = Quarantine(self._take, is_empty=lambda: not self._live, run_alone=self._run_alone)
@@ -91,7 +95,7 @@ class Worker:
         self._starting = asyncio.Semaphore(MAX_STARTING)
         self._empty = asyncio.Event()
         self._empty.set()
-        self._lease = Lease(engine, config, self._client, self.owner)
+        self._lease = Lease(engine, config, self._client, self.owner, held)
         self.ready = asyncio.Event()
         self.finished = 0
 
@@ -220,7 +224,13 @@ class Worker:
 
     async def _read(self, shard: ShardKeys) -> None:
         reader = self._readers[shard] = StreamReader(
-            shard, self.owner, self._client, self._config, self._lease.renew, lambda: self._lease.may_reap
+            shard,
+            self.owner,
+            self._client,
+            self._config,
+            self._lease.renew,
+            lambda: self._lease.may_reap,
+            self._offers.decline,
         )
         try:
             while await self._wait_for_room():
@@ -273,15 +283,35 @@ class Worker:
 
     async def _serve(self, entry: Entry) -> None:
         try:
+            if entry.offer is not None and not is_wanted(entry.offer, len(self._live)):
+                self._taken.discard((entry.stream_key, entry.entry_id))
+                await scripts.run_one(self._client, scripts.decline(entry, self.owner))
+                return
             async with self._quarantine.passing():
-                self._postpone(entry, await self._take(entry, busy=self._lines))
+                may_offer = entry.offer is None and self._offers.may_offer
+                running = len(self._live) if may_offer else None
+                self._postpone(entry, await self._take(entry, busy=self._lines, running=running))
+        except (RedisError, OSError) as error:
+            if not is_unavailable(error):  # unheard, whoever offers it begins it a little later
+                raise
         finally:
             self._starting.release()
+
+    async def _wait_for_other(self, entry: Entry, other: str) -> None:
+        """Leave an entry to another engine for a while; then begin it here, if it has not been begun."""
+        declined = await self._offers.wait(entry)
+        async with self._quarantine.passing():
+            outcome = await self._take(entry, busy=self._lines)
+            if outcome is not None:
+                self._offers.avoid(other, silent=not declined)
+            self._postpone(entry, outcome)
 
     def _postpone(self, entry: Entry, outcome: LiveRequest | Postponed | None) -> None:
         """Put an entry aside if it cannot be begun yet."""
         if isinstance(outcome, Postponed):
-            if outcome.reason == "busy":
+            if outcome.reason == "offered":
+                self._spawn(self._wait_for_other(entry, outcome.to))
+            elif outcome.reason == "busy":
                 self._lines.add(outcome.tenant, entry)
             else:
                 self._quarantine.add(entry, old=outcome.reason == "old suspect")
@@ -323,12 +353,13 @@ class Worker:
             await asyncio.sleep(0.01)
 
     async def _take(
-        self, entry: Entry, *, alone: bool = False, busy: Container[str] = ()
+        self, entry: Entry, *, alone: bool = False, busy: Container[str] = (), running: int | None = None
     ) -> LiveRequest | Postponed | None:
         """Own an entry and start its request. What goes wrong with it is seen to here."""
         live: LiveRequest | Postponed | None = None
         try:
-            live = await self._intake.take(entry, alone=alone, busy=busy)
+            avoided = self._offers.avoided if running is not None else ()
+            live = await self._intake.take(entry, alone=alone, busy=busy, running=running, avoided=avoided)
             if isinstance(live, LiveRequest):
                 self._live[live.request_id] = live
                 self._empty.clear()

@@ -3,11 +3,14 @@
 -- ARGV 1 group, 2 entry, 3 owner, 4 request id, 5 ttl ms (of a request without a record), 6 tenant (same), 7 stream number,
 --      8 seed (kept if none is kept yet), 9 grace ms, 10 prompt tokens (of a request without a record),
 --      11 attempts at most, 12 "1": it will run alone, 13 requests of one tenant that may run at once or empty, 14 ms for
---      which it may go on unwatched or empty (of a request without a record), 15 callback (same; JSON or empty)
+--      which it may go on unwatched or empty (of a request without a record), 15 callback (same; JSON or empty),
+--      16 names of the prompt's beginnings, the longest first, with spaces between, 17 requests that run here, if it may be
+--      offered to an engine that has one of these, or empty, 18 engines to which it may not, 19 engine that has offered it
+--      to this one, or empty
 -- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel, alone}
 --         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed,
 --         {"suspect", "0"}: it may have ended its last engine, and has to run alone; "1": it may have ended several
---         {"busy"}: as many requests of its tenant run as may
+--         {"busy"}: as many requests of its tenant run as may, {"offered", engine}: that was told, it may be begun again
 -- include clock
 -- include records
 -- include entries
@@ -18,11 +21,17 @@ local now = server_ms()
 local entry, owner, grace = ARGV[2], ARGV[3], tonumber(ARGV[9])
 local base, id = parts_of(KEYS[1])
 
-if not is_pending(KEYS[3], ARGV[1], entry, owner) then return {'lost'} end
+local is_ours = is_pending(KEYS[3], ARGV[1], entry, owner)
+if not is_ours and (ARGV[19] == '' or not is_pending(KEYS[3], ARGV[1], entry, ARGV[19])) then return {'lost'} end
 
 local record = redis.call('HMGET', KEYS[1], 'state', 'entry', 'stream', 'owner', 'tokens', 'tenant', 'attempt',
   'progress', 'alone', 'crashes', 'released', 'cancel', 'deadline')
 local state = record[1]
+if not is_ours then
+  if state and state ~= 'queued' then return {'lost'} end
+  redis.call('XCLAIM', KEYS[3], ARGV[1], owner, 0, entry, 'JUSTID')
+  redis.call('HINCRBY', KEYS[5], 'placed', 1)
+end
 if state and (record[2] ~= entry or record[3] ~= ARGV[7]) then
   -- Another entry has this id. Its events are the id's events: nothing may be published here.
   keep_dead_letter(KEYS[4], KEYS[5], KEYS[3], entry, 'duplicate_id', 'the request id is in use by another entry', '0')
@@ -46,6 +55,16 @@ if not state then
 end
 local tenant = record[6] or ARGV[6]
 local is_over = record[12] == '1' or record[13] and now > tonumber(record[13])
+if ARGV[17] ~= '' and not is_over and state ~= 'running' and (record[9] or '') == '' then
+  -- include placement
+  local avoided = {}
+  for _, engine in ipairs(words_of(ARGV[18])) do avoided[engine] = true end
+  local warmer, name = warmer_engine(base, owner, words_of(ARGV[16]), avoided, now)
+  if warmer and redis.call('XADD', base .. 'to:' .. warmer, 'NOMKSTREAM', 'MAXLEN', '~', 1000, '*', 'offer', name,
+    'from', owner, 'stream', ARGV[7], 'entry', entry, 'running', ARGV[17]) then
+    return {'offered', warmer}
+  end
+end
 if ARGV[13] ~= '' and not is_over then
   -- A set, not a counter, and each request in it until its deadline at most: what is lost in an accident mends itself.
   local running = base .. 'run:' .. tenant
@@ -83,6 +102,11 @@ local expiry = math.max(tonumber(r[6]), now) + grace
 if ARGV[13] ~= '' and not is_over then
   redis.call('ZADD', base .. 'run:' .. tenant, expiry, id)
   redis.call('PEXPIRE', base .. 'run:' .. tenant, 691200000)
+end
+if ARGV[16] ~= '' then
+  -- include placement
+  redis.call('SADD', base .. 'warm:' .. owner, unpack(words_of(ARGV[16])))
+  redis.call('PEXPIRE', base .. 'warm:' .. owner, WARM_TTL_MS)
 end
 redis.call('PEXPIREAT', KEYS[1], expiry)
 if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('PEXPIREAT', KEYS[2], expiry) end

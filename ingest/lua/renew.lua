@@ -1,8 +1,10 @@
--- Renews an engine's lease: it lives, and this is how it is. Forgets engines that have been silent for an hour.
--- KEYS 1 heartbeats, 2 engines
--- ARGV 1 owner, 2 description as JSON
+-- Renews an engine's lease: it lives, this is how it is, and this is what it has computed. Forgets engines that have been
+-- silent for an hour.
+-- KEYS 1 heartbeats, 2 engines, 3 names of the prompt beginnings that it has, 4 what it is told
+-- ARGV 1 owner, 2 description as JSON, 3... these names
 -- Replies the server's time in ms
 -- include clock
+-- include placement
 local now = server_ms()
 local old = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now - 3600000, 'LIMIT', 0, 100)
 for _, name in ipairs(old) do
@@ -11,4 +13,10 @@ for _, name in ipairs(old) do
 end
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+redis.call('UNLINK', KEYS[3])
+if ARGV[3] then
+  redis.call('SADD', KEYS[3], unpack(ARGV, 3))
+  redis.call('PEXPIRE', KEYS[3], WARM_TTL_MS)
+end
+redis.call('PEXPIRE', KEYS[4], WARM_TTL_MS)
 return now

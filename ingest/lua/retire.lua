@@ -1,10 +1,11 @@
 -- Takes an engine that stops off the lists. What is still pending under its name is adopted by the others at once.
--- KEYS 1 heartbeats, 2 engines, 3... input streams
+-- KEYS 1 heartbeats, 2 engines, 3 names of the prompt beginnings that it has, 4 what it is told, 5... input streams
 -- ARGV 1 group, 2 owner
 -- include entries
 redis.call('ZREM', KEYS[1], ARGV[2])
 redis.call('HDEL', KEYS[2], ARGV[2])
-for i = 3, #KEYS do
+redis.call('UNLINK', KEYS[3], KEYS[4])
+for i = 5, #KEYS do
   -- Deleting a consumer throws its pending entries away, so only one that has none.
   if holds_nothing(KEYS[i], ARGV[1], ARGV[2]) then redis.call('XGROUP', 'DELCONSUMER', KEYS[i], ARGV[1], ARGV[2]) end
 end

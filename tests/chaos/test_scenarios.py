@@ -18,6 +18,7 @@ from tests.chaos.model import make_model
 from tests.chaos.reading import plain_client
 
 TAG = "pm:{default.0}"
+STREAM = (f"{TAG}:in:1", "engines")
 SETTINGS = {"heartbeat_timeout_s": 1.0, "block_ms": 100, "poll_ms": 50, "drain_timeout_s": 1.0}
 PROMPT: dict[str, Any] = {"prompt": "the stream", "temperature": 0, "ignore_eos": True}
 
@@ -106,6 +107,56 @@ def test_a_stream_that_is_deleted_all_the_time_does_not_fill_the_log(
             told = log.read_text().splitlines()[before:]
             assert deleted > 30 and 1 <= len(told) <= 3, told
             await (await client.submit(**PROMPT, max_tokens=1)).result(timeout=5)
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen", "leaves"])
+def test_nothing_waits_for_the_engine_that_has_its_beginning_when_that_is_away(
+    play: Any, host: EngineHost, redis_url: str, how: str
+) -> None:
+    """While its heartbeat is fresh it is offered what it could do best; a moment later the others do it."""
+    prefix = [3 + place % 90 for place in range(128)]
+
+    def body(number: int) -> dict[str, Any]:
+        return {"prompt_token_ids": [*prefix, 100 + number], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+    async def scenario() -> None:
+        async with AsyncClient(redis_url) as client, plain_client(redis_url) as redis:
+            engines = [await host.start(redis_url=redis_url, heartbeat_timeout_s=10.0) for _ in range(2)]
+            async with asyncio.timeout(20):
+                while await redis.zcard(f"{TAG}:hb") < 2:
+                    await asyncio.sleep(0.01)
+            first = await client.submit(**body(0))
+            await first.result(timeout=20)
+            owner = (await redis.hget(f"{TAG}:req:{first.id}", "owner")).decode()
+            (has,) = [engine for engine in engines if f"-{engine.pid}-" in owner]
+            handles = [await client.submit(**body(number)) for number in range(1, 5)]
+            results = [await handle.result(timeout=20) for handle in handles]
+            assert 128 in {result.usage["cached_tokens"] for result in results}
+            {"killed": has.kill, "frozen": has.freeze, "leaves": has.terminate}[how]()
+            if how == "killed":
+                async with asyncio.timeout(20):
+                    while any(info["name"] == owner for info in await redis.client_list()):
+                        await asyncio.sleep(0.01)
+            handles = [await client.submit(**body(number)) for number in range(10, 26)]
+            # The read that it was waiting in brings a frozen engine one that nobody else sees; it goes on with that.
+            stuck = {
+                item["message_id"] for item in await redis.xpending_range(*STREAM, "-", "+", 9, consumername=owner)
+            }
+            late = [h for h in handles if await redis.hget(f"{TAG}:req:{h.id}", "entry") in stuck]
+            assert len(late) <= (0 if how == "killed" else 1)
+            for handle in handles:
+                if handle not in late:
+                    result = await handle.result(timeout=5)
+                    assert result.metrics["queue_ms"] < 500 and result.metrics["attempts"] == 1
+            has.thaw()
+            for handle in late:
+                assert (await handle.result(timeout=5)).metrics["attempts"] == 1
+            async with asyncio.timeout(5):
+                while await redis.xlen(STREAM[0]):
+                    await asyncio.sleep(0.01)
+            await check_nothing_left(redis, TAG)
 
     play(scenario())
 
