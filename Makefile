@@ -84,6 +84,10 @@ bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parame
 bench-linear: $(STAMP)  ## cost of a linear layer by the form of its weights, beside the memory's bandwidth
 	PYTHONPATH=. $(PY) -m bench.linear_cost
 
+.PHONY: bench-agreement
+bench-agreement: $(STAMP)  ## tokens of the bfloat16 path that float32 would write too (WORKLOADS="FILE.jsonl...")
+	PYTHONPATH=. $(PY) -m bench.agreement $(WORKLOADS)
+
 bench-speculation: $(STAMP)  ## guessed tokens against none: make bench-speculation SESSIONS=agent_sessions.jsonl
 	$(PY) bench/speculation.py $(SESSIONS)
 
