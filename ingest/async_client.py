@@ -17,6 +17,7 @@ from pagemill.engine.errors import PagemillError, RequestError, invalid
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys, is_request_id
+from pagemill.ingest.model_map import queue_of, read_models
 from pagemill.ingest.overview import Overview, read_overview
 from pagemill.ingest.records import Record, read_record
 from pagemill.ingest.redis import connect_commands, is_unavailable, shown_url
@@ -56,6 +57,7 @@ class AsyncHandle:
 
     def moved_to(self, client: AsyncClient) -> AsyncHandle:
         """This handle on another client; itself where that is its client."""
+        client = client.on_queue(self._client.config.queue)
         if client is self._client:
             return self
         return AsyncHandle(client, self.request_id, expected=self._expected, replayed=self.replayed)
@@ -114,7 +116,8 @@ class AsyncClient:
 
     Takes a `QueueConfig`, or its settings by name; a string is the Redis URL. Belongs to one event loop.
     `patience_s`: how long `attach` waits for a request that nobody has heard of. `watchdog_s`: silence after which the
-    stored events are looked at.
+    stored events are looked at. `models`: names of models and the queues that serve them, as a mapping or as
+    `name=queue` pairs with commas between; a request's `model` then says which queue it goes to.
     """
 
     def __init__(
@@ -123,9 +126,15 @@ class AsyncClient:
         *,
         patience_s: float | None = 60.0,
         watchdog_s: float = 5.0,
+        models: Mapping[str, str] | str | None = None,
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings)
+        self.models = read_models(models)
+        self._queues = {
+            queue: AsyncClient(self.config.replace(queue=queue), patience_s=patience_s, watchdog_s=watchdog_s)
+            for queue in dict.fromkeys(self.models.values())
+        }
         self.keys = QueueKeys(self.config.key_prefix, self.config.queue, self.config.shards)
         self._patience_s = patience_s
         name = f"pagemill-client-{os.getpid()}"
@@ -143,13 +152,25 @@ class AsyncClient:
         traceparent: str | None = None,
         **params: Any,
     ) -> AsyncHandle:
-        """Put a request into the queue. `params`: every other name of the protocol's request body.
+        """Put a request into the queue. `params`: every other name of the protocol's request body. With `models` the
+        queue is that of its `model`; a name that is not there is an `unsupported_model`.
 
         Raises `RequestError` before sending for a body that no engine would take, and then `duplicate_id` or
         `idempotency_conflict`; `RequestFailed`, a `RequestError` whose result has the state "rejected", where the queue
         does not take it now: `queue_full`, `no_engine` or `deadline_unreachable`, with `retry_after_ms`;
         `QueueUnavailableError` where Redis does not answer.
         """
+        if self.models:
+            client = self.for_model(params.pop("model", None))
+            return await client.submit(
+                prompt,
+                messages=messages,
+                prompt_token_ids=prompt_token_ids,
+                id=id,
+                idempotency_key=idempotency_key,
+                traceparent=traceparent,
+                **params,
+            )
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"} or prompt_token_ids is not None:
                 raise invalid('a prompt is a string or {"prompt_token_ids": [...]}', "prompt")
@@ -191,15 +212,29 @@ class AsyncClient:
             raise RequestFailed(refused_result(reply.request_id, reply.error))
         return AsyncHandle(self, reply.request_id, expected=True, replayed=reply.status == "attached")
 
-    def attach(self, request_id: str) -> AsyncHandle:
-        """A handle on a request that somebody else has put into the queue, or is about to."""
+    def for_model(self, model: str | None) -> AsyncClient:
+        """The client of a model's queue; without `models` it is this one. Raises `RequestError`, naming the known."""
+        return self.on_queue(queue_of(self.models, model)) if self.models else self
+
+    def on_queue(self, queue: str) -> AsyncClient:
+        """The client of one of the queues that `models` names; else this one."""
+        return self._queues.get(queue, self)
+
+    def attach(self, request_id: str, *, model: str | None = None) -> AsyncHandle:
+        """A handle on a request that somebody else has put into the queue, or is about to. With `models` on several
+        queues its `model` has to be said."""
+        if self.models:
+            return self.for_model(model).attach(request_id)
         if not is_request_id(request_id):
             raise invalid("id may hold letters, digits and . _ - and at most 128 characters", "id")
         return AsyncHandle(self, request_id, expected=False)
 
-    async def cancel(self, request_id: str) -> str:
+    async def cancel(self, request_id: str, *, model: str | None = None) -> str:
         """Cancel a request: "cancelled" (it had not started), "requested" (its engine will end it at once), "noted" (no
-        such request is known yet; one that comes will be cancelled), or the state in which it had ended before."""
+        such request is known yet; one that comes will be cancelled), or the state in which it had ended before.
+        `model` as in `attach`."""
+        if self.models:
+            return await self.for_model(model).cancel(request_id)
         if not is_request_id(request_id):
             raise invalid("id may hold letters, digits and . _ - and at most 128 characters", "id")
         error = {"code": "cancelled", "message": "the request was cancelled"}
@@ -248,6 +283,8 @@ class AsyncClient:
         return await self._hub.open(request_id, after=after, expected=expected, patience_s=self._patience_s)
 
     async def aclose(self) -> None:
+        for client in self._queues.values():
+            await client.aclose()
         await self._hub.aclose()
         await self._redis.aclose()
 

@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 
 from pagemill.ingest.async_client import AsyncClient, AsyncHandle, QueueUnavailableError, make_config
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.model_map import read_models
 from pagemill.ingest.replay import Event
 from pagemill.ingest.results import Choice, Delta, RequestFailed, Result
 
@@ -139,7 +140,7 @@ class Handle:
 
     def cancel(self) -> str:
         """See `AsyncClient.cancel`."""
-        return self._client.cancel(self.request_id)
+        return self._client.thread().run(self._here().cancel())
 
     def _here(self) -> AsyncHandle:
         """The handle on this process's own client."""
@@ -172,10 +173,11 @@ class Client:
         *,
         patience_s: float | None = 60.0,
         watchdog_s: float = 5.0,
+        models: Mapping[str, str] | str | None = None,
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings)
-        self._options = {"patience_s": patience_s, "watchdog_s": watchdog_s}
+        self._options = {"patience_s": patience_s, "watchdog_s": watchdog_s, "models": read_models(models)}
         self._lock = threading.Lock()
         self._thread: _LoopThread | None = None
         self._closed = False
@@ -204,14 +206,14 @@ class Client:
         )
         return Handle(self, thread.run(work))
 
-    def attach(self, request_id: str) -> Handle:
+    def attach(self, request_id: str, *, model: str | None = None) -> Handle:
         """See `AsyncClient.attach`."""
-        return Handle(self, self.thread().client.attach(request_id))
+        return Handle(self, self.thread().client.attach(request_id, model=model))
 
-    def cancel(self, request_id: str) -> str:
+    def cancel(self, request_id: str, *, model: str | None = None) -> str:
         """See `AsyncClient.cancel`."""
         thread = self.thread()
-        return thread.run(thread.client.cancel(request_id))
+        return thread.run(thread.client.cancel(request_id, model=model))
 
     def close(self) -> None:
         """Close the connections and end the thread. Safe to call twice."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.address import parse_address
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
+from pagemill.ingest.keys import is_queue_name
 
 CAPS = (
     "max_queued_requests",
@@ -63,7 +61,7 @@ class QueueConfig:
     def __post_init__(self) -> None:
         parse_address(self.redis_url)
         for name in ("key_prefix", "queue"):
-            if not isinstance(getattr(self, name), str) or not _NAME.fullmatch(getattr(self, name)):
+            if not is_queue_name(getattr(self, name)):
                 raise ConfigError(
                     f"{name} may hold letters, digits and . _ : - and at most 64 characters, "
                     f"got {getattr(self, name)!r}"

@@ -13,6 +13,7 @@ import zlib
 from dataclasses import dataclass, field
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+QUEUE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 PRIORITIES = 3
 GROUP = "engines"
 
@@ -22,6 +23,10 @@ _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 def is_request_id(value: object) -> bool:
     return isinstance(value, str) and REQUEST_ID.fullmatch(value) is not None
+
+
+def is_queue_name(value: object) -> bool:
+    return isinstance(value, str) and QUEUE_NAME.fullmatch(value) is not None
 
 
 def _base36(number: int) -> str:

@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -18,6 +19,7 @@ from pagemill.adapters.cli.status import UnreachableError
 from pagemill.engine.errors import invalid
 from pagemill.ingest.client import AsyncClient, AsyncHandle, QueueUnavailableError, Result
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.model_map import read_models
 from pagemill.ingest.redis import connect_commands
 
 NOTICE_AFTER_S = 3.0  # silence after which a waiting person is told what is missing
@@ -26,14 +28,21 @@ NOTICE_AFTER_S = 3.0  # silence after which a waiting person is told what is mis
 def run(args: argparse.Namespace, settings: Settings) -> int:
     command = {"submit": _submit, "watch": _watch, "cancel": _cancel}[args.command]
     try:
-        return asyncio.run(command(args, settings.queue()))
+        return asyncio.run(command(args, _client(settings)))
     except (QueueUnavailableError, RedisError) as error:
         raise UnreachableError(str(error)) from error
 
 
-async def _submit(args: argparse.Namespace, queue: QueueConfig) -> int:
+def _client(settings: Settings) -> Callable[[], AsyncClient]:
+    """Makes the client inside the loop, with the queues of all models where they are mapped."""
+    queue, models = settings.queue(), read_models(settings.values["models"])
+    return lambda: AsyncClient(queue, models=models)
+
+
+async def _submit(args: argparse.Namespace, make_client: Callable[[], AsyncClient]) -> int:
     body = given_body(args) | _prompt(args)
-    async with AsyncClient(queue) as client:
+    async with make_client() as client:
+        queue = client.for_model(body.get("model")).config
         handle = await client.submit(**body)
         if args.detach:
             print(handle.request_id)
@@ -58,9 +67,9 @@ def _prompt(args: argparse.Namespace) -> dict[str, Any]:
     return {"messages": [*system, {"role": "user", "content": text}]}
 
 
-async def _watch(args: argparse.Namespace, queue: QueueConfig) -> int:
-    async with AsyncClient(queue) as client:
-        handle = client.attach(args.id)
+async def _watch(args: argparse.Namespace, make_client: Callable[[], AsyncClient]) -> int:
+    async with make_client() as client:
+        handle, queue = client.attach(args.id, model=args.model), client.for_model(args.model).config
         await _check_reachable(queue)
         if not args.json:
             return await _show(handle, queue, args)
@@ -71,9 +80,9 @@ async def _watch(args: argparse.Namespace, queue: QueueConfig) -> int:
     return 0
 
 
-async def _cancel(args: argparse.Namespace, queue: QueueConfig) -> int:
-    async with AsyncClient(queue) as client:
-        outcome = await client.cancel(args.id)
+async def _cancel(args: argparse.Namespace, make_client: Callable[[], AsyncClient]) -> int:
+    async with make_client() as client:
+        outcome = await client.cancel(args.id, model=args.model)
     meaning = {
         "cancelled": "cancelled; it had not started",
         "requested": "its engine ends it now",

@@ -234,7 +234,12 @@ def _submit(commands: Any) -> None:
     hints = get_type_hints(SamplingParams)
     for name in SAMPLING_FIELDS:
         _add_sampling(section, name, hints[name])
+    _add_models(body)
     _add_settings(parser, "queue", "process")
+
+
+def _add_models(section: Any) -> None:
+    _add_setting(section, settings_table()["models"])
 
 
 def _add_sampling(section: Any, name: str, hint: Any) -> None:
@@ -273,10 +278,17 @@ def _watch(commands: Any) -> None:
     parser.add_argument("id", help="the request's id")
     parser.add_argument("--json", action="store_true", help="print every event as a JSON line")
     parser.add_argument("--timeout", type=float, metavar="S", help="give up waiting after S seconds")
+    _add_whose_queue(parser)
     _add_settings(parser, "queue", "process")
     parser = _new(commands, "cancel", "cancel a request, waiting or running")
     parser.add_argument("id", help="the request's id")
+    _add_whose_queue(parser)
     _add_settings(parser, "queue", "process")
+
+
+def _add_whose_queue(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME", help="the request's model, where `models` names several queues")
+    _add_models(parser)
 
 
 def _dlq(commands: Any) -> None:
