@@ -65,6 +65,11 @@ class LayerKV:
             self.v[block, offset] = value.to(self.v.dtype)
 
     @cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Of block 0's keys and values."""
+        return self.k.data_ptr(), self.v.data_ptr()
+
+    @cached_property
     def words(self) -> tuple[Any, Any]:
         """The same memory as NumPy arrays for the CPU kernels: float32 as it is, 16-bit types as uint16."""
         if self.k.dtype == torch.float32:

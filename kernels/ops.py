@@ -18,6 +18,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from pagemill.kernels.decoder import CompiledDecoder, DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 
@@ -250,6 +251,10 @@ class Ops(Protocol):
         So a tied head and embedding are stored once. Raises IndexError on an id outside the weight, where ids lie on
         the host.
         """
+        ...
+
+    def compile_decoder(self, stack: DecoderStack, dtype: torch.dtype) -> CompiledDecoder | None:
+        """The layers of a stack, for activations of `dtype`, in one go; None where they run operation by operation."""
         ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagemill.kernels.decoder import DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
@@ -110,6 +111,9 @@ class ReferenceOps:
 
     def embedding(self, token_ids: torch.Tensor, prepared: ReferenceLinear) -> torch.Tensor:
         return prepared.weight.index_select(0, token_ids)
+
+    def compile_decoder(self, stack: DecoderStack, dtype: torch.dtype) -> None:
+        return None
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         pool[pairs[:, 1]] = pool[pairs[:, 0]]

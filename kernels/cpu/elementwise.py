@@ -13,21 +13,27 @@ from pagemill.kernels.cpu.views import matrix, vector
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
+_WORD = np.uint32(0)
 _PARTS = 4  # of the rows, for each thread
 
 
 @helper
+def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
+    """RMS norm of a row [size]; out may be x."""
+    squares = _ZERO
+    for i in range(x.shape[0]):
+        value = widen(x[i])
+        squares += value * value
+    inverse = _ONE / np.sqrt(squares / np.float32(x.shape[0]) + eps)
+    for i in range(x.shape[0]):
+        out[i] = narrow(widen(x[i]) * inverse * widen(weight[i]), out[i])
+
+
+@helper
 def _rms_norm_rows(part: int, parts: int, x: Any, weight: Any, eps: Any, out: Any) -> None:
-    size = np.float32(x.shape[1])
     rows = x.shape[0]
     for row in range(rows * part // parts, rows * (part + 1) // parts):
-        squares = _ZERO
-        for i in range(x.shape[1]):
-            value = widen(x[row, i])
-            squares += value * value
-        inverse = _ONE / np.sqrt(squares / size + eps)
-        for i in range(x.shape[1]):
-            out[row, i] = narrow(widen(x[row, i]) * inverse * widen(weight[i]), out[row, i])
+        norm_row(x[row], weight, eps, out[row])
 
 
 @kernel
@@ -164,51 +170,189 @@ def rotary(
 
 
 @helper
-def _write_kv_rows(
-    part: int, parts: int, key: Any, key_stride: int, value: Any, value_stride: int, k: Any, v: Any, slots: Any
+def store_kv(
+    key: int, value: int, heads: int, words: int, slot: int, k: int, v: int, block_bytes: int, block_size: int
 ) -> None:
-    heads, block_size, dim = v.shape[1], v.shape[2], v.shape[3]
-    pack = k.shape[4]
+    """One token's key and value, by address, to their slot: keys are scattered by words of 32 bits ("k_major")."""
+    block = slot // block_size * block_bytes
+    offset = slot % block_size
+    for head in range(heads):
+        source = vector(key + 4 * head * words, words, _WORD)
+        target = vector(k + block + 4 * (head * words * block_size + offset), words * block_size, _WORD)
+        for word in range(words):
+            target[word * block_size] = source[word]
+    for head in range(heads):
+        source = vector(value + 4 * head * words, words, _WORD)
+        target = vector(v + block + 4 * (head * block_size + offset) * words, words, _WORD)
+        for word in range(words):
+            target[word] = source[word]
+
+
+@helper
+def _write_kv_rows(
+    part: int,
+    parts: int,
+    key: int,
+    key_bytes: int,
+    value: int,
+    value_bytes: int,
+    heads: int,
+    words: int,
+    k: int,
+    v: int,
+    block_bytes: int,
+    block_size: int,
+    num_blocks: int,
+    slots: Any,
+) -> None:
     rows = slots.shape[0]
     for row in range(rows * part // parts, rows * (part + 1) // parts):
         slot = slots[row]
-        if slot < 0 or slot >= v.shape[0] * block_size:
-            continue
-        block, offset = slot // block_size, slot % block_size
-        for head in range(heads):
-            source = row * key_stride + head * dim
-            for word in range(dim // pack):
-                for part in range(pack):
-                    k[block, head, word, offset, part] = key[source + word * pack + part]
-            source = row * value_stride + head * dim
-            for d in range(dim):
-                v[block, head, offset, d] = value[source + d]
+        if 0 <= slot < num_blocks * block_size:
+            here, there = key + row * key_bytes, value + row * value_bytes
+            store_kv(here, there, heads, words, slot, k, v, block_bytes, block_size)
 
 
 @kernel
 def write_kv(
     board: int,
     key: int,
-    key_stride: int,
+    key_bytes: int,
     value: int,
-    value_stride: int,
-    k: Any,
-    v: Any,
+    value_bytes: int,
+    heads: int,
+    words: int,
+    k: int,
+    v: int,
+    block_bytes: int,
+    block_size: int,
+    num_blocks: int,
     slots: int,
     rows: int,
+) -> None:
+    """Everything by address: rows of keys and values, heads * words words of 32 bits, so many bytes apart; block 0's
+    keys and values in the pool, blocks block_bytes apart; slots int64 [rows]."""
+    place = (k, v, block_bytes, block_size, num_blocks, vector(slots, rows, np.int64(0)))
+    run(board, _PARTS, _write_kv_rows, (key, key_bytes, value, value_bytes, heads, words, *place))
+
+
+@helper
+def _place_rows(
+    part: int,
+    parts: int,
+    qkv: Any,
+    address: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    norms: bool,
+    query_norm: Any,
+    key_norm: Any,
+    eps: Any,
+    rotates: bool,
+    positions: Any,
+    cos_sin: Any,
+    k: int,
+    v: int,
+    block_bytes: int,
+    block_size: int,
+    num_blocks: int,
+    slots: Any,
+) -> None:
+    rows, stride = slots.shape[0], (heads + 2 * kv_heads) * dim
+    words = dim * qkv.itemsize // 4
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
+        start = row * stride
+        if norms:
+            for head in range(heads + kv_heads):
+                each = qkv[start + head * dim : start + (head + 1) * dim]
+                norm_row(each, query_norm if head < heads else key_norm, eps, each)
+        if rotates:
+            _rotate(qkv, start, heads + kv_heads, cos_sin, positions[row])
+        slot = slots[row]
+        if 0 <= slot < num_blocks * block_size:
+            key = address + (start + heads * dim) * qkv.itemsize
+            store_kv(key, key + 4 * kv_heads * words, kv_heads, words, slot, k, v, block_bytes, block_size)
+
+
+@kernel
+def place_qkv(
+    board: int,
+    qkv: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    query_norm: int,
+    key_norm: int,
+    eps: Any,
+    rotates: bool,
+    positions: int,
+    cos_sin: int,
+    longest: int,
+    k: int,
+    v: int,
+    block_bytes: int,
+    block_size: int,
+    num_blocks: int,
+    slots: int,
     like: Any,
 ) -> None:
-    """key and value by address, their rows of elements like `like` a stride apart; k and v are `LayerKV.words`.
-
-    slots int64 [rows] by address.
-    """
+    """All that lies between the projection and attention, in one pass over the rows of queries, keys and values
+    [rows, (heads + 2 * kv_heads) * dim]: norms of the heads (addresses 0: none), rotation, both in place, and the write
+    of keys and values. Addresses as in `rotary` and `write_kv`."""
+    norms = query_norm != 0
     arrays = (
-        vector(key, rows * key_stride, like),
-        key_stride,
-        vector(value, rows * value_stride, like),
-        value_stride,
+        vector(qkv, rows * (heads + 2 * kv_heads) * dim, like),
+        qkv,
+        heads,
+        kv_heads,
+        dim,
+        norms,
+        vector(query_norm, dim, like),
+        vector(key_norm, dim, like),
+        eps,
+        rotates,
+        vector(positions, rows, np.int64(0)),
+        matrix(cos_sin, longest, dim, _ZERO),
         k,
         v,
+        block_bytes,
+        block_size,
+        num_blocks,
         vector(slots, rows, np.int64(0)),
     )
-    run(board, _PARTS, _write_kv_rows, arrays)
+    run(board, _PARTS, _place_rows, arrays)
+
+
+@helper
+def _widen_rows(part: int, parts: int, x: Any, out: Any) -> None:
+    count = x.shape[0]
+    for i in range(count * part // parts, count * (part + 1) // parts):
+        out[i] = widen(x[i])
+
+
+@kernel
+def widen_all(board: int, x: int, out: int, count: int, like: Any) -> None:
+    """float32 of count stored elements, both by address."""
+    run(board, _PARTS, _widen_rows, (vector(x, count, like), vector(out, count, _ZERO)))
+
+
+@helper
+def _pick_rows(part: int, parts: int, x: Any, rows: Any, out: Any) -> None:
+    count = rows.shape[0]
+    for index in range(count * part // parts, count * (part + 1) // parts):
+        source, target = x[rows[index]], out[index]
+        for i in range(source.shape[0]):
+            target[i] = source[i]
+
+
+@kernel
+def pick_rows(board: int, x: int, total: int, size: int, rows: int, count: int, out: int, like: Any) -> None:
+    """Rows int64 [count] of x [total, size], to out [count, size]; all by address."""
+    run(
+        board,
+        _PARTS,
+        _pick_rows,
+        (matrix(x, total, size, like), vector(rows, count, np.int64(0)), matrix(out, count, size, like)),
+    )

@@ -11,20 +11,18 @@ import torch
 from pagemill.kernels.cpu import attention, edit, elementwise, logprobs, matmul, sampler
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.attention import part_floats
+from pagemill.kernels.cpu.decoder import PARALLEL_ELEMENTS, CpuDecoder, attention_work, can_run
 from pagemill.kernels.cpu.jit import keep_compiled
 from pagemill.kernels.cpu.kernel_cache import Report
 from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, gather, prepare_linear
 from pagemill.kernels.cpu.plan import AttentionPlan, attention_plan
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
+from pagemill.kernels.decoder import DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
 from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
 from pagemill.kernels.reference import ReferenceOps
-
-# Elements below which a second thread costs more to start than it saves.
-_PARALLEL_ELEMENTS = 16384
-
 
 # A stored element of each type, from which the kernels take theirs: bfloat16 travels as uint16.
 _LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -100,22 +98,27 @@ class CpuOps:
 
     def _board(self, elements: int) -> int:
         """What to run a kernel on so many elements on: the team, or 0 for this thread alone."""
-        return 0 if elements < _PARALLEL_ELEMENTS else self._team.board()
+        return 0 if elements < PARALLEL_ELEMENTS else self._team.board()
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
         dtype = kv.k.dtype
         keys, key_stride = _rows(key, dtype)
         values, value_stride = _rows(value, dtype)
+        _like(dtype)
         elementwise.write_kv(
             self._board(key.numel()),
             keys,
-            key_stride,
+            key_stride * dtype.itemsize,
             values,
-            value_stride,
-            *kv.words,
+            value_stride * dtype.itemsize,
+            kv.num_kv_heads,
+            kv.head_dim * dtype.itemsize // 4,
+            *kv.addresses,
+            kv.k.stride(0) * dtype.itemsize,
+            kv.block_size,
+            kv.num_blocks,
             _address(slot_mapping, torch.int64),
             key.shape[0],
-            _like(dtype),
         )
 
     def paged_attention(
@@ -124,25 +127,11 @@ class CpuOps:
         tokens, heads, dim = query.shape
         group = heads // kv.num_kv_heads
         out = torch.empty((tokens, heads, dim), dtype=query.dtype)
-
-        def make(host: HostMetadata) -> tuple[AttentionPlan, Any]:
-            plan = attention_plan(
-                host,
-                group=group,
-                num_kv_heads=kv.num_kv_heads,
-                block_size=kv.block_size,
-                threads=self.threads,
-                window=sliding_window,
-            )
-            return plan, np.empty(plan.num_parts * part_floats(heads, dim), np.float32)
-
-        plan, parts = meta.plan(f"cpu {heads} {kv.num_kv_heads} {dim} {sliding_window}", make)
+        plan, parts = self._attention_plan(meta, heads, kv, sliding_window)
         queries, stride = _rows(query, kv.k.dtype)
-        # Short of that, waking the team costs more than it saves.
-        work = int(meta.host.seq_lens.sum()) * kv.num_kv_heads * dim if len(plan.items) > 1 else 0
         element = query.dtype.itemsize
         attention.attention(
-            self._board(work),
+            self._board(attention_work(meta, plan, kv)),
             plan.items,
             plan.tokens,
             plan.rows,
@@ -163,6 +152,25 @@ class CpuOps:
             _like(query.dtype),
         )
         return out
+
+    def _attention_plan(
+        self, meta: AttentionMetadata, heads: int, kv: LayerKV, window: int
+    ) -> tuple[AttentionPlan, npt.NDArray[np.float32]]:
+        """The step's work list for layers like this one, and memory for its parts."""
+        dim = kv.head_dim
+
+        def make(host: HostMetadata) -> tuple[AttentionPlan, npt.NDArray[np.float32]]:
+            plan = attention_plan(
+                host,
+                group=heads // kv.num_kv_heads,
+                num_kv_heads=kv.num_kv_heads,
+                block_size=kv.block_size,
+                threads=self.threads,
+                window=window,
+            )
+            return plan, np.empty(plan.num_parts * part_floats(heads, dim), np.float32)
+
+        return meta.plan(f"cpu {heads} {kv.num_kv_heads} {dim} {window}", make)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -252,6 +260,9 @@ class CpuOps:
 
     def embedding(self, token_ids: torch.Tensor, prepared: CpuLinear) -> torch.Tensor:
         return gather(prepared, token_ids, self._board(len(token_ids) * prepared.in_features))
+
+    def compile_decoder(self, stack: DecoderStack, dtype: torch.dtype) -> CpuDecoder | None:
+        return CpuDecoder(stack, self._team, _like(dtype), self._attention_plan) if can_run(stack, dtype) else None
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         pool[pairs[:, 1]] = pool[pairs[:, 0]]

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagemill.kernels.decoder import DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
@@ -264,6 +265,9 @@ class TritonOps:
 
     def embedding(self, token_ids: torch.Tensor, prepared: DenseLinear) -> torch.Tensor:
         return prepared.weight.index_select(0, token_ids)
+
+    def compile_decoder(self, stack: DecoderStack, dtype: torch.dtype) -> None:
+        return None
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         """Pairs on the host whose sources are no destinations are copied in place; others through a gathered copy."""
