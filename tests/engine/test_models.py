@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pagemill.engine.batch import build_batch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.loader import resolve_model
 from pagemill.engine.model_runner import ModelRunner
@@ -96,6 +97,40 @@ def _logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     finally:
         runner._model.logits = logits  # type: ignore[method-assign]
     return captured[0][0].double()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_in_one_call_have_the_bits_of_operation_by_operation(saved: Saved, dtype: str) -> None:
+    """Also for steps that mix a prefill, a chunk and decodes, and those of which no token, or few, go on to logits."""
+    runner = make_runner(saved.path, "cpu", dtype=dtype, block_size=8, threads=2)
+    model: Any = runner._model
+    if getattr(model, "_compiled", None) is None:
+        pytest.skip("not of the Llama family")
+    params = SamplingParams(temperature=0.0)
+    driver = Driver(runner)
+    requests = [driver.request(_prompt(length), params) for length in (33, 5, 40, 1)]
+    tables = [driver.blocks(40) for _ in requests]
+    steps = [
+        [(0, 0, 33, True), (1, 0, 5, False), (2, 0, 21, False)],
+        [(1, 0, 5, False)],
+        [(2, 21, 19, True), (3, 0, 1, True)],
+    ]
+    found = []
+    for compiled in (model._compiled, None):
+        model._compiled = compiled
+        runner._pool._pool.fill_(float("nan"))
+        for step in steps:
+            scheduled = [ScheduledSequence(requests[i], at, n, tables[i], samples) for i, at, n, samples in step]
+            batch = build_batch(scheduled, block_size=8, vocab_size=VOCAB, device="cpu")
+            with torch.inference_mode():
+                token_ids, rows = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.sample_rows)
+                found.append(model.forward(token_ids, batch.meta, runner._pool.layers, rows))
+        found.append(runner._pool._pool[1:].clone())
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        assert one.shape == other.shape
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+    assert [len(each) for each in found[:3]] == [1, 0, 2]
 
 
 def _logits_of_transformers(path: Path, dtype: torch.dtype) -> list[torch.Tensor]:
