@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pagemill.kernels.cpu.jit import helper, kernel
+from pagemill.kernels.cpu.jit import exact_helper, helper, kernel
+from pagemill.kernels.cpu.norm import norm_row, norm_sum_row
 from pagemill.kernels.cpu.simd import exp32, narrow, widen
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.cpu.views import matrix, vector
@@ -15,18 +16,6 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _WORD = np.uint32(0)
 _PARTS = 4  # of the rows, for each thread
-
-
-@helper
-def norm_row(x: Any, weight: Any, eps: Any, out: Any) -> None:
-    """RMS norm of a row [size]; out may be x."""
-    squares = _ZERO
-    for i in range(x.shape[0]):
-        value = widen(x[i])
-        squares += value * value
-    inverse = _ONE / np.sqrt(squares / np.float32(x.shape[0]) + eps)
-    for i in range(x.shape[0]):
-        out[i] = narrow(widen(x[i]) * inverse * widen(weight[i]), out[i])
 
 
 @helper
@@ -47,18 +36,9 @@ def rms_norm(board: int, x: int, weight: int, eps: Any, out: int, rows: int, siz
 def _add_rms_norm_rows(
     part: int, parts: int, x: Any, residual: Any, weight: Any, eps: Any, out: Any, total: Any
 ) -> None:
-    size = np.float32(x.shape[1])
     rows = x.shape[0]
     for row in range(rows * part // parts, rows * (part + 1) // parts):
-        squares = _ZERO
-        for i in range(x.shape[1]):
-            stored = narrow(widen(x[row, i]) + widen(residual[row, i]), total[row, i])
-            total[row, i] = stored
-            value = widen(stored)
-            squares += value * value
-        inverse = _ONE / np.sqrt(squares / size + eps)
-        for i in range(x.shape[1]):
-            out[row, i] = narrow(widen(total[row, i]) * inverse * widen(weight[i]), out[row, i])
+        norm_sum_row(x[row], residual[row], weight, eps, out[row], total[row])
 
 
 @kernel
@@ -103,7 +83,7 @@ def silu_and_mul(board: int, gate_up: int, out: int, rows: int, size: int, like:
     run(board, _PARTS, _silu_and_mul_rows, (matrix(gate_up, rows, 2 * size, like), matrix(out, rows, size, like)))
 
 
-@helper
+@exact_helper
 def _rotate(heads: Any, start: int, count: int, cos_sin: Any, position: int) -> None:
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin[position, :half], cos_sin[position, half:]

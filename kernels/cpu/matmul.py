@@ -24,16 +24,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu.jit import helper, kernel
-from pagemill.kernels.cpu.simd import LANES, exp32, narrow, next_item, pair_halves, splat
+from pagemill.kernels.cpu.isa import LANES, MULTIPLIES_PAIRS, WIDE_REGISTERS, call, dot_pairs, to_bfloat
+from pagemill.kernels.cpu.jit import exact_helper, helper, kernel
+from pagemill.kernels.cpu.simd import exp32, narrow, next_item, pair_halves, splat
 from pagemill.kernels.cpu.team import address_of, run, run_at
 from pagemill.kernels.cpu.views import vector
 
@@ -62,16 +61,10 @@ RECORD_WORDS = 6
 up begin on a panel of their own. The bias, by address, is float32 [panels, 48], or [48] zeros with step 0."""
 
 
-def _has(feature: str) -> bool:
-    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
-    return f"+{feature}" in features.split(",")
-
-
-_MULTIPLIES_PAIRS = _has("avx512bf16") and llvmlite.binding.llvm_version_info[0] >= 18
 # Sums that fit the registers beside a panel's vectors: 32 registers of 16 lanes, or 16 of 8. Widening takes registers.
-_VECTORS = 3 if _has("avx512f") else 1
-_PAIR_ROWS = 8 if _MULTIPLIES_PAIRS else 6
-_FLOAT_ROWS = 8 if _has("avx512f") else 6
+_VECTORS = 3 if WIDE_REGISTERS else 1
+_PAIR_ROWS = 8 if MULTIPLIES_PAIRS else 6
+_FLOAT_ROWS = 8 if WIDE_REGISTERS else 6
 _MOST_ROWS = 8
 # Rows that go past a panel before the next panel's turn: with it, their activations stay in the second level cache.
 _ROWS_AT_ONCE = 128
@@ -85,21 +78,10 @@ _GATHER_PARTS = 4  # of the ids, for each thread
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _I8 = ir.IntType(8)
-_I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _F32 = ir.FloatType()
 _VI32 = ir.VectorType(_I32, LANES)
 _VF32 = ir.VectorType(_F32, LANES)
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-_VBF16 = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def _place(builder: Any, address: Any, offset: int, element: Any) -> Any:
@@ -175,35 +157,16 @@ def _fetch(builder: Any, address: Any) -> None:
 
 
 def _multiply_floats(builder: Any, factors: Any, weights: Any, total: Any) -> Any:
-    signature = ir.FunctionType(_VF32, [_VF32] * 3)
-    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.fma.v{LANES}f32")
-    return builder.call(function, [factors, weights, total])
+    return call(builder, f"llvm.fma.v{LANES}f32", _VF32, [factors, weights, total])
 
 
 def _multiply_pairs(builder: Any, pairs: Any, weights: Any, total: Any) -> Any:
     """total + the sum of products of the bfloat16 pairs in each lane."""
-    if _MULTIPLIES_PAIRS:
-        signature = ir.FunctionType(_VF32, [_VF32, _VBF16, _VBF16])
-        name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"
-        function = cgutils.get_or_insert_function(builder.module, signature, name)
-        return builder.call(function, [total, builder.bitcast(pairs, _VBF16), builder.bitcast(weights, _VBF16)])
+    if MULTIPLIES_PAIRS:
+        return dot_pairs(builder, pairs, weights, total)
     for left, right in zip(pair_halves(builder, pairs), pair_halves(builder, weights), strict=True):
         total = _multiply_floats(builder, left, right, total)
     return total
-
-
-def _narrow_lanes(builder: Any, values: Any) -> Any:
-    """`simd.narrow` of 16 lanes to bfloat16."""
-
-    def constant(value: int) -> Any:
-        return ir.Constant(_VI32, [value] * LANES)
-
-    bits = builder.bitcast(values, _VI32)
-    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
-    is_nan = builder.fcmp_unordered("uno", values, values)
-    kept = builder.select(is_nan, builder.or_(bits, constant(0x400000)), rounded)
-    return builder.trunc(builder.lshr(kept, constant(16)), ir.VectorType(_I16, LANES))
 
 
 def _make_writer(narrows: bool) -> Callable[..., Any]:
@@ -223,7 +186,7 @@ def _make_writer(narrows: bool) -> Callable[..., Any]:
                 for first in range(0, PANEL, LANES):
                     values = builder.load(_place(builder, source, 4 * first, _VF32))
                     values.align = 4
-                    kept = _narrow_lanes(builder, values) if narrows else values
+                    kept = to_bfloat(builder, values) if narrows else values
                     builder.store(kept, _place(builder, target, size * first, kept.type)).align = size
             return context.get_dummy_value()
 
@@ -244,7 +207,7 @@ def _write_part(sums: Any, rows: int, out: int, stride: int, width: int, like: A
             target[i] = narrow(sums[row, i], like)
 
 
-@helper
+@exact_helper
 def _gate(gates: Any, ups: Any, rows: int) -> None:
     """silu(gate) * up, in place of the gates."""
     flat, beside = gates.reshape(-1)[: rows * PANEL], ups.reshape(-1)[: rows * PANEL]

@@ -24,12 +24,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu.matmul import _MULTIPLIES_PAIRS, _VECTORS, _multiply_floats, _multiply_pairs
+from pagemill.kernels.cpu.isa import MULTIPLIES_PAIRS
+from pagemill.kernels.cpu.matmul import _VECTORS, _multiply_floats, _multiply_pairs
 from pagemill.kernels.cpu.simd import LANES, pair_halves, splat
 
 VECTORS = _VECTORS
 """Vectors of 16 features that one tile takes: all 3 of a panel, or one where registers are few."""
-MOST_PAIR_ROWS, MOST_FLOAT_ROWS = 8 if _MULTIPLIES_PAIRS else 4, 4
+MOST_PAIR_ROWS, MOST_FLOAT_ROWS = 8 if MULTIPLIES_PAIRS else 4, 4
 """Rows of a tile, for bfloat16 and for float32, which takes two registers for a pair of weights."""
 PANEL = 3 * LANES
 STEP = 8
@@ -142,7 +143,7 @@ def _make_tile(rows: int) -> Callable[..., Any]:
     ) -> Any:
         nibbles, half, has_minimum = code == types.uint8, scale == types.uint16, minimum != types.boolean
         stored_pairs = x.dtype == types.uint16
-        pairs = stored_pairs and _MULTIPLIES_PAIRS
+        pairs = stored_pairs and MULTIPLIES_PAIRS
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             x_off, x_stride, s_off, s_stride, w_off, first, n, per_group, size, c_off, c_stride = (
