@@ -78,6 +78,14 @@ bench-queue: $(STAMP)  ## what the queue costs: throughput, latency, a flush, tw
 bench-attention: $(STAMP)  ## cost of one layer's attention on the CPU, by shape of the step
 	$(PY) bench/attention_cost.py
 
+.PHONY: bench-gateway
+bench-gateway: $(STAMP)  ## 200 streaming clients of one gateway, of whom 20 stop reading
+	PYTHONPATH=. $(PY) -m bench.gateway_load
+
+.PHONY: bench-batch
+bench-batch: $(STAMP)  ## a batch of 50,000 lines by command and by HTTP, killed in the middle (minutes)
+	PYTHONPATH=. $(PY) -m bench.batch_run
+
 bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parameters
 	$(PY) bench/sampler_cost.py
 

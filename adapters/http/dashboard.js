@@ -102,7 +102,7 @@ function rate(engine) {
 function showEngine(engine, tokens) {
   const shown = make("article", engine.alive ? "engine" : "engine gone");
   shown.append(make("h3", "", engine.name));
-  const used = engine.num_blocks - 1 - engine.free_blocks;
+  const used = engine.num_blocks - engine.free_blocks;
   const recomputed = engine.preemptions - engine.swap_preemptions;
   const lines = [
     [
@@ -113,7 +113,7 @@ function showEngine(engine, tokens) {
       `${number(tokens, 1)} tokens/s`,
     ],
     [
-      `KV pool: ${number(used)} of ${number(engine.num_blocks - 1)} blocks held (${share(used, engine.num_blocks - 1)})`,
+      `KV pool: ${number(used)} of ${number(engine.num_blocks)} blocks held (${share(used, engine.num_blocks)})`,
       `${number(engine.shared_blocks)} shared`,
       `${number(engine.cached_blocks)} free with content`,
       `waste ${number(engine.waste_percent, 1)} %`,

@@ -1,0 +1,85 @@
+"""A slice of `make bench-gateway`: a crowd of which some stop reading, and a gateway process that is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from tests.adapters.deployment import GatewayRole
+from tests.adapters.sse_crowd import crowd, percentile, request
+from tests.chaos.model import make_model
+
+ROOT = Path(__file__).parents[2]
+PLAIN = {"prompt": "a queue is", "ignore_eos": True, "stream": True, "flush_ms": 0, "max_tokens": 60}
+MUCH = {**PLAIN, "n": 8, "logprobs": 20, "max_tokens": 200}
+
+
+def test_who_reads_nothing_is_cut_and_nobody_else_notices(run: Any, redis_url: str, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await asyncio.to_thread(make_model, tmp_path)
+        command = (sys.executable, "-m", "tests.adapters.crowd_engine", redis_url, str(tmp_path), "40")
+        engine = await asyncio.create_subprocess_exec(
+            *command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
+        )
+        gateway = await GatewayRole.start(redis_url, "--http-write-timeout-s", "1")
+        try:
+            assert engine.stdout is not None
+            assert await asyncio.wait_for(engine.stdout.readline(), 60) == b"ready\n"
+            process = psutil.Process(gateway.process.pid)
+            async with aiohttp.ClientSession() as session:
+                await crowd(gateway.port, request("/v1/completions", {**PLAIN, "max_tokens": 3}), 36)
+                before = process.memory_info().rss
+                asking = asyncio.create_task(ask_health(session, gateway.url))
+                plain, much = (request("/v1/completions", body) for body in (PLAIN, MUCH))
+                seen = await crowd(gateway.port, plain, 36, much=much, deaf=4)
+                asking.cancel()
+                assert seen.whole == 36, "whoever reads gets all"
+                assert all(reader.frames > 20 for reader in seen.readers), "a token without text has no frame"
+                assert percentile(seen.gaps, 0.5) < 1
+                async with asyncio.timeout(30):
+                    while await cut(session, gateway.url) < 4:
+                        await asyncio.sleep(0.1)
+                    while (await figures(session, gateway.url))["running"]:
+                        await asyncio.sleep(0.1)
+                left = await figures(session, gateway.url)
+                assert left["free_blocks"] == left["num_blocks"], "what was asked for by those is cancelled"
+            assert process.memory_info().rss - before < 60e6
+            assert asking.cancelled() or sorted(asking.result())
+        finally:
+            await gateway.kill()
+            engine.terminate()
+            await engine.wait()
+
+    run(scenario())
+
+
+async def ask_health(session: aiohttp.ClientSession, url: str) -> list[float]:
+    took: list[float] = []
+    while True:
+        begun = time.perf_counter()
+        async with session.get(f"{url}/healthz") as answer:
+            assert answer.status == 200
+        took.append(time.perf_counter() - begun)
+        assert took[-1] < 2
+        await asyncio.sleep(0.05)
+
+
+async def cut(session: aiohttp.ClientSession, url: str) -> int:
+    """How many clients the gateway has cut."""
+    async with session.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return int(float(next(line.split()[1] for line in lines if line.startswith("pagemill_http_slow_readers_total"))))
+
+
+async def figures(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """What the engine says of itself."""
+    async with session.get(f"{url}/overview.json") as answer:
+        engine: dict[str, Any] = (await answer.json())["queues"]["default"]["engines"][0]
+        return engine
