@@ -68,6 +68,23 @@ class Watch:
             time.sleep(0.1)
 
 
+class Grown:
+    """Counts the lines of a file that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = self._lines = 0
+
+    def count(self) -> int:
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+            self._read += len(data)
+            self._lines += data.count(b"\n")
+        return self._lines
+
+
 def submitted(url: str) -> int:
     with redis.Redis.from_url(url, protocol=2) as client:
         found: Any = client.hget("pm:{default.0}:stat", "submitted")
@@ -77,10 +94,10 @@ def submitted(url: str) -> int:
 def by_cli(args: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
     source, state = folder / "in.jsonl", folder / "in.state.jsonl"
     command = ("pagemill", "batch", str(source), "--redis-url", url, "--window", str(args.window))
-    kill_at = source.stat().st_size  # the state has more bytes for a line than the source
     before, started = submitted(url), time.perf_counter()
     first = Watch(begun(*command, stderr=subprocess.DEVNULL))
-    first.until(lambda: state.exists() and state.stat().st_size > KILL_AT * kill_at)
+    lines = Grown(state)
+    first.until(lambda: lines.count() > KILL_AT * args.lines)
     first.process.kill()
     first.process.wait()
     done = state.read_bytes().count(b"\n")

@@ -158,6 +158,7 @@ async def bury(client: Client, entry: Entry, owner: str, problem: UnreadableEntr
     if buried:
         _log.warning(
             "entry moved to the dead letters",
+            **entry.names,
             stream=entry.stream_key,
             entry=entry.entry_id.decode(),
             reason=problem.reason,

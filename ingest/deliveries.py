@@ -73,6 +73,11 @@ class Delivery:
             **more,
         )
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What every log line that concerns it has."""
+        return {"hook": self.delivery_id, "request_id": self.request_id, "tenant": self.tenant}
+
     def payload(self) -> bytes:
         """The body of the POST: the same bytes at every try."""
         at = datetime.fromtimestamp(self.created / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagemill.engine.errors import invalid
 from pagemill.ingest.keys import QueueKeys, ShardKeys, is_request_id
-from pagemill.ingest.schema import MAX_TTL_MS, RequestBody, check_tenant, parse_body
+from pagemill.ingest.schema import DEFAULT_TENANT, MAX_TTL_MS, RequestBody, check_tenant, parse_body
 
 VERSION = b"1"
 
@@ -47,6 +47,13 @@ class Entry:
     @property
     def stream_key(self) -> str:
         return self.shard.streams[self.stream]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What log lines say of its request before its body is read."""
+        found = {name: self.fields.get(name.encode(), b"")[:128] for name in ("id", "tenant")}
+        told = {name: value.decode(errors="backslashreplace") for name, value in found.items()}
+        return {"request_id": told["id"], "tenant": told["tenant"] or DEFAULT_TENANT}
 
 
 def read_id(fields: Mapping[bytes, bytes]) -> str:

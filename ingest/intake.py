@@ -23,7 +23,7 @@ from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
 from pagemill.ingest.placement import HeldPrefixes, beginnings_of
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
-from pagemill.ingest.schema import RequestBody, UnreadableBody, check_size
+from pagemill.ingest.schema import DEFAULT_TENANT, RequestBody, UnreadableBody, check_size
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -95,7 +95,7 @@ class Intake:
             return None
         ttl_ms = body.ttl_ms if body is not None and body.ttl_ms is not None else self._config.default_ttl_ms
         seed = body.params.seed if body is not None and body.params.seed is not None else secrets.randbits(64)
-        tenant = body.tenant if body is not None else "default"
+        tenant = body.tenant if body is not None else DEFAULT_TENANT
         tokens = body.estimated_tokens if body is not None else 0
         if tenant in busy:
             return Postponed("busy", tenant)
@@ -123,7 +123,9 @@ class Intake:
         if isinstance(begun, scripts.Offered):
             return Postponed("offered", tenant, begun.to)
         if isinstance(begun, str):
-            _log.debug("entry not begun", request_id=request_id, entry=entry.entry_id.decode(), reason=begun)
+            _log.debug(
+                "entry not begun", request_id=request_id, tenant=tenant, entry=entry.entry_id.decode(), reason=begun
+            )
             return None
         if self._held is not None:
             self._held.expect(beginnings)

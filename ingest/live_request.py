@@ -21,7 +21,7 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.events import ChoiceTranscript, State, Transcript, event
 from pagemill.ingest.placement import Beginning
-from pagemill.ingest.schema import RequestBody
+from pagemill.ingest.schema import DEFAULT_TENANT, RequestBody
 
 UNWATCHED_S = 1.0
 MAX_HOOK_TEXT = 65_536  # characters of text that a webhook carries; the result has all
@@ -88,6 +88,19 @@ class LiveRequest:
     def __post_init__(self) -> None:
         self.published = self.begun.seq
         self._ran = self.begun.seq > 0
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What every log line that concerns it has."""
+        return {"request_id": self.request_id, "tenant": DEFAULT_TENANT if self.body is None else self.body.tenant}
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """How it ended and what it took, for the log."""
+        assert self.ending is not None
+        usage, metrics = self._usage(), self._metrics()
+        bill = {name: metrics[name] for name in ("ttft_ms", "total_ms", "attempts", "preemptions")}
+        return {"state": self.ending.state, **usage, **bill}
 
     @property
     def choices(self) -> list[ChoiceTranscript]:

@@ -168,14 +168,14 @@ class Outbox:
             live.turn_cancelled()
             self.flush_now(live)
         elif reply.status == "gap" and live.rewind_published(reply.seq):
-            _log.warning("redis lost events, they are sent again", request_id=live.request_id, seq=reply.seq)
+            _log.warning("redis lost events, they are sent again", **live.names, seq=reply.seq)
             self.flush_now(live)
         else:
             self.drop(live, reply.status)
 
     def drop(self, live: LiveRequest, reason: str, outcome: Outcome = "lost") -> None:
         """Give up on a request that is not this engine's any more, or that the server refuses."""
-        _log.warning("request given up", request_id=live.request_id, outcome=outcome, reason=reason)
+        _log.warning("request given up", **live.names, outcome=outcome, reason=reason)
         live.detached = True
         self._due.pop(live, None)
         self._on_end(live, outcome)

@@ -90,7 +90,9 @@ class Quarantine:
                     await self._look_again()
             self._has_begun = True
             entry = (self._suspects or self._old).popleft()
-            _log.info("a request that may have ended an engine runs alone", entry=entry.entry_id.decode())
+            _log.info(
+                "a request that may have ended an engine runs alone", **entry.names, entry=entry.entry_id.decode()
+            )
             await self._run_alone(entry)
             self._open_if_over()
 

@@ -20,6 +20,7 @@ from pagemill.engine.sampling_params import SAMPLING_FIELDS, SamplingParams
 from pagemill.engine.values import as_integer, as_number, shown
 from pagemill.ingest.callback import Callback
 
+DEFAULT_TENANT = "default"
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY = 64  # characters
 MAX_METADATA_VALUE = 512  # characters
@@ -149,7 +150,7 @@ class RequestBody:
     stream: bool = True
     flush_ms: int = 25
     token_ids: bool = False
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     cache_salt: str = ""
     priority: int = 1
     ttl_ms: int | None = None

@@ -44,7 +44,7 @@ class Starter:
             raise
         except Exception as error:
             # Whatever one request trips over must not end its neighbours.
-            _log.exception("request failed to start", request_id=live.request_id)
+            _log.exception("request failed to start", **live.names)
             live.ending = Ending("failed", RequestError("engine_error", f"{type(error).__name__}: {error}"))
         if live.ending is not None:
             self._outbox.flush_now(live)

@@ -226,7 +226,7 @@ class StreamReader:
         )
         entries = scripts.read_given(self._shard, await scripts.run_one(self._client, call))
         for entry in entries:
-            _log.info("entry taken over", stream=entry.stream, entry=entry.entry_id.decode())
+            _log.info("entry taken over", **entry.names, stream=entry.stream, entry=entry.entry_id.decode())
         return entries
 
     def _entries(self, reply: list[Any]) -> list[Entry]:

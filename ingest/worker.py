@@ -369,9 +369,9 @@ class Worker:
         except Exception as error:
             name = entry.entry_id.decode()
             if isinstance(error, RedisError | OSError) and is_unavailable(error):  # and this worker stops
-                _log.warning("entry left to others", entry=name, reason=str(error))
+                _log.warning("entry left to others", **entry.names, entry=name, reason=str(error))
             else:
-                _log.error("entry cannot be served", entry=name, reason=str(error), exc_info=error)
+                _log.error("entry cannot be served", **entry.names, entry=name, reason=str(error), exc_info=error)
                 if isinstance(live, LiveRequest):
                     self._outbox.drop(live, str(error), "refused")
                 else:
@@ -410,6 +410,7 @@ class Worker:
         self._lines.notice()
         if outcome == "written":
             self.finished += 1
+            _log.info("request ended", **live.names, **live.outcome)
             return
         self._engine.abort(live.request_id)
         if outcome == "refused":

@@ -31,7 +31,7 @@ from pagemill.ingest.redis import is_unavailable
 from pagemill.ingest.results import Result
 
 LOOK_EVERY_S = 2.0
-LEASE_MS = 30_000
+LEASE_MS = 10_000
 BEAT_S = 1.0  # between looks at the lease and at a wish to cancel, and notes of progress
 MAX_LINES = 50_000
 MAX_ERRORS = 100  # told of a file that cannot be used

@@ -168,24 +168,20 @@ class Dispatcher:
             try:
                 await self._deliveries.disable(delivery.url, "410 gone", int(time.time() * 1000), limit=MAX_OFF)
             except (RedisError, OSError) as error:
-                _log.warning("a URL could not be turned off", url=delivery.url, reason=str(error))
+                _log.warning("a URL could not be turned off", **delivery.names, url=delivery.url, reason=str(error))
                 return  # the lease runs out, and the receiver says so again
         await self._insist(self._verdict(delivery, lease, outcome), delivery)
         self.delivered += outcome.is_delivered
 
     def _verdict(self, delivery: Delivery, lease: str, outcome: Try) -> scripts.Call:
         status, error = outcome.status, outcome.error
-        if outcome.is_delivered:
-            return settle(delivery, lease, "delivered", status=status)
         if outcome.put_off:
             return settle(delivery, lease, "later", delay_ms=PUT_OFF_MS)
-        log = _log.bind(
-            hook=delivery.delivery_id,
-            request_id=delivery.request_id,
-            tenant=delivery.tenant,
-            status=status,
-            reason=error,
-        )
+        log = _log.bind(**delivery.names, status=status)
+        if outcome.is_delivered:
+            log.info("webhook delivered", type=delivery.type, tries=delivery.tries + 1)
+            return settle(delivery, lease, "delivered", status=status)
+        log = log.bind(reason=error)
         if outcome.blocked:
             log.warning("webhook blocked", url=delivery.url)
             return settle(delivery, lease, "blocked", error=error)
@@ -209,7 +205,7 @@ class Dispatcher:
                 return
             except (RedisError, OSError) as error:
                 if not is_unavailable(error) or time.monotonic() > give_up:
-                    _log.warning("a webhook's end could not be written", hook=delivery.delivery_id, reason=str(error))
+                    _log.warning("a webhook's end could not be written", **delivery.names, reason=str(error))
                     return
             await backoff.sleep()
 

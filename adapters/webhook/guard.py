@@ -41,9 +41,11 @@ _DENIED: tuple[_Network, ...] = tuple(
         "192.88.99.0/24",
         "2001::/23",  # Teredo and other special purposes
         "2002::/16",
+        "3fff::/20",  # documentation (RFC 9637), which Python before 3.13 takes for public
     )
 )
 # A host whose last label is a number is an IPv4 address to one parser or the other: 2130706433, 0x7f.1, 0177.0.0.1.
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,254}")
 _NUMBER = re.compile(r"(\d+|0x[0-9a-f]*)\.?", re.IGNORECASE)
 
 
@@ -141,6 +143,8 @@ class Guard:
     def enter(self, text: str, owner: str = "") -> URL:
         """Check a URL and remember it as the current task's target, wanted by `owner`. Returns what is to be requested,
         as it was checked. Raises `Blocked`."""
+        if any(character <= " " or character == "\x7f" for character in text):
+            raise Blocked("blank or control character in the URL")
         try:
             url = URL(text)
             host, port = url.raw_host, url.port
@@ -151,6 +155,8 @@ class Guard:
         if url.raw_user is not None or url.raw_password is not None:
             raise Blocked("user and password in the URL")
         is_literal = _is_address(host)
+        if not is_literal and _NAME.fullmatch(host) is None:
+            raise Blocked("no name of a host")
         if not is_literal and _NUMBER.fullmatch(host.rpartition(".")[2] or host.rstrip(".").rpartition(".")[2]):
             raise Blocked("a number for a host name")
         is_named = not is_literal and self._allow.has_host(host, port)
@@ -185,6 +191,8 @@ class Guard:
     async def addresses(self, host: str, port: int) -> Sequence[str]:
         """Every address of a name. Raises `Blocked` if one of them may not be dialled."""
         found = await self._lookup(host, port)
+        if not found:
+            raise OSError(f"{host} has no address")
         if not self._has_proxy:
             for address in found:
                 self._check(address)

@@ -20,25 +20,37 @@ from tests.chaos.engines import EngineHost
 from tests.chaos.model import make_model
 
 
-class GatewayRole:
-    """A gateway's process, and its log as it comes."""
+class Role:
+    """A role's process, and its log as it comes. `url`: the last word of the line in which it says that it serves."""
 
-    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
-        self.process, self.url = process, url
-        self.port = int(url.rpartition(":")[2])
+    def __init__(self, process: asyncio.subprocess.Process, line: str) -> None:
+        self.process, self.url = process, line.split()[-1]
         self.log: list[dict[str, Any]] = []
         self._reading = asyncio.create_task(self._read())
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
     @classmethod
-    async def start(cls, redis_url: str, *options: str, **changes: str) -> GatewayRole:
-        command = (sys.executable, "-m", "pagemill", "gateway", "--redis-url", redis_url, "--http-port", "0", *options)
+    async def start(cls, name: str, redis_url: str, *options: str, **changes: str) -> Role:
+        command = (sys.executable, "-m", "pagemill", name, "--redis-url", redis_url, "--log-format", "json", *options)
         process = await asyncio.create_subprocess_exec(
             *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**changes)
         )
+        if name == "webhooks":  # it has nothing to say of itself but in its log
+            return cls(process, redis_url)
         assert process.stdout is not None
         line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-        assert "serving queue" in line, line
-        return cls(process, line.split()[-1])
+        assert line.startswith("serving "), line
+        return cls(process, line)
+
+    async def until_logged(self, event: str, timeout_s: float = 30) -> dict[str, Any]:
+        """The first line of its log with this event, once it is there."""
+        async with asyncio.timeout(timeout_s):
+            while not (found := [line for line in self.log if line["event"] == event]):
+                await asyncio.sleep(0.02)
+        return found[0]
 
     async def kill(self) -> None:
         if self.process.returncode is None:
@@ -58,19 +70,19 @@ class Deployment:
 
     def __init__(self, redis_url: str, host: EngineHost, session: aiohttp.ClientSession) -> None:
         self.redis_url, self.host, self.session = redis_url, host, session
-        self.gateways: list[GatewayRole] = []
+        self.gateways: list[Role] = []
 
-    async def gateway(self, *options: str, **changes: str) -> GatewayRole:
-        role = await GatewayRole.start(self.redis_url, *options, **changes)
+    async def gateway(self, *options: str, **changes: str) -> Role:
+        role = await Role.start("gateway", self.redis_url, "--http-port", "0", *options, **changes)
         self.gateways.append(role)
         return role
 
-    async def figures(self, gateway: GatewayRole) -> dict[str, Any]:
+    async def figures(self, gateway: Role) -> dict[str, Any]:
         async with self.session.get(f"{gateway.url}/overview.json") as answer:
             queue: dict[str, Any] = (await answer.json())["queues"]["default"]
             return queue
 
-    async def until(self, gateway: GatewayRole, condition: Any, timeout_s: float = 20) -> dict[str, Any]:
+    async def until(self, gateway: Role, condition: Any, timeout_s: float = 20) -> dict[str, Any]:
         """The figures, once `condition` is true of the living engines."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -80,7 +92,7 @@ class Deployment:
                     return found
                 await asyncio.sleep(0.05)
 
-    async def until_idle(self, gateway: GatewayRole) -> None:
+    async def until_idle(self, gateway: Role) -> None:
         """Wait until no living engine holds a block: what was asked for has ended, seen from outside."""
         await self.until(
             gateway,
@@ -97,6 +109,7 @@ async def deployed(redis_url: str, folder: Path, **settings: Any) -> AsyncIterat
     model, logs = folder / "model", folder / "logs"
     logs.mkdir()
     await asyncio.to_thread(make_model, model)
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     given = {"redis_url": redis_url, "heartbeat_timeout_s": 1.0, "poll_ms": 50, "block_ms": 100, **settings}
     async with (
         EngineHost(model, logs, given) as host,

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from pagemill.ingest.redis import connect_commands
-from tests.adapters.deployment import Deployment, GatewayRole, deployed, events_of
+from tests.adapters.deployment import Deployment, Role, deployed, events_of
 
 TAG = "pm:{default.0}"
 BODY: dict[str, Any] = {"prompt": "a queue is", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "flush_ms": 0}
@@ -22,7 +22,7 @@ STEP_MS = 30
 
 
 @asynccontextmanager
-async def two_and_two(redis_url: str, folder: Path) -> AsyncIterator[tuple[Deployment, GatewayRole, GatewayRole]]:
+async def two_and_two(redis_url: str, folder: Path) -> AsyncIterator[tuple[Deployment, Role, Role]]:
     async with deployed(redis_url, folder) as deployment:
         first, second, *_ = await asyncio.gather(
             deployment.gateway("--heartbeat-timeout-s", "1"),
@@ -33,7 +33,7 @@ async def two_and_two(redis_url: str, folder: Path) -> AsyncIterator[tuple[Deplo
         yield deployment, first, second
 
 
-async def whole_text(deployment: Deployment, gateway: GatewayRole) -> str:
+async def whole_text(deployment: Deployment, gateway: Role) -> str:
     """The undisturbed answer to BODY."""
     async with deployment.session.post(f"{gateway.url}/v1/completions", json=BODY) as answer:
         text: str = (await answer.json())["choices"][0]["text"]
@@ -203,7 +203,7 @@ async def limited(events: AsyncIterator[dict[str, Any]], count: int) -> AsyncIte
 
 
 @asynccontextmanager
-async def balancer(*gateways: GatewayRole) -> AsyncIterator[tuple[int, asyncio.Event]]:
+async def balancer(*gateways: Role) -> AsyncIterator[tuple[int, asyncio.Event]]:
     """A port that leads to the first of the gateways that lives, and an event that is set at its first connection."""
     taken = asyncio.Event()
     passing: set[asyncio.Task[Any]] = set()

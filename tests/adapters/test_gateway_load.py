@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from tests.adapters.deployment import GatewayRole
+from tests.adapters.deployment import Role
 from tests.adapters.sse_crowd import crowd, percentile, request
 from tests.chaos.model import make_model
 
@@ -28,7 +28,7 @@ def test_who_reads_nothing_is_cut_and_nobody_else_notices(run: Any, redis_url: s
         engine = await asyncio.create_subprocess_exec(
             *command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
         )
-        gateway = await GatewayRole.start(redis_url, "--http-write-timeout-s", "1")
+        gateway = await Role.start("gateway", redis_url, "--http-port", "0", "--http-write-timeout-s", "1")
         try:
             assert engine.stdout is not None
             assert await asyncio.wait_for(engine.stdout.readline(), 60) == b"ready\n"

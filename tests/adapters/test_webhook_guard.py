@@ -32,6 +32,30 @@ NAMES = {
     "scoped.example": ["fe80::1%lo"],
     "zero.example": ["0.0.0.0"],
     "garbage.example": ["not-an-address"],
+    # Names that lead inside: of hosts files, of clouds, of resolvers that answer with what the name says, in capitals.
+    "localhost.localdomain": ["127.0.0.1"],
+    "ip6-localhost": ["::1"],
+    "ip6-loopback": ["::1"],
+    "LOCALHOST": ["127.0.0.1"],
+    "metadata": ["169.254.169.254"],
+    "metadata.google.internal.": ["fd20:ce::254"],
+    "instance-data": ["169.254.169.254"],
+    "instance-data.ec2.internal": ["169.254.169.254"],
+    "kubernetes.default.svc": ["10.96.0.1"],
+    "host.docker.internal": ["192.168.65.2"],
+    "a9fea9fe.rebind.example": ["169.254.169.254"],
+    "127-0-0-1.sslip.example": ["127.0.0.1"],
+    "0--1.sslip.example": ["::1"],
+    "teredo.example": ["2001:0:53aa:64c:0:fbff:80ff:fffe"],
+    "translated.example": ["::ffff:0:7f00:1"],
+    "local-nat64.example": ["64:ff9b:1:fffe::7f00:1"],
+    "six-to-four.example": ["2002:a9fe:a9fe::1"],
+    "site.example": ["fec0::1"],
+    "srv6.example": ["5f00::1"],
+    "discard.example": ["100::1"],
+    "documentation.example": ["3fff::1"],
+    "dummy.example": ["192.0.0.8"],
+    "first-public.example": ["93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946", "fd00::1"],
 }
 # {P}: the port of a server that listens on every loopback address.
 HOSTILE = [
@@ -96,6 +120,133 @@ HOSTILE = [
     "https:///path",
     "https://[::1/",
     "",
+    # Numbers as resolvers and browsers read them: short, octal, hexadecimal, mixed, padded, too large.
+    "https://0x7f.1:{P}/",
+    "https://0177.1:{P}/",
+    "https://0x7F.0x0.0x0.0x1:{P}/",
+    "https://0x7f.0.1:{P}/",
+    "https://127.000.000.001:{P}/",
+    "https://00000177.00000000.00000000.00000001:{P}/",
+    "https://0000.0000.0000.0000:{P}/",
+    "https://0x00000000007f000001:{P}/",
+    "https://4294967297:{P}/",
+    "https://6425673729:{P}/",
+    "https://2852039166/",
+    "https://0xa9fea9fe/",
+    "https://0xa9.254.0251.254/",
+    "https://0251.0376.0251.0376/",
+    "https://425.510.425.510/",
+    "https://169.254.43518/",
+    "https://0300.0250.0.1/",
+    "https://3232235777/",
+    "https://127.0.0.1.1/",
+    "https://1.1.1.1.127/",
+    "https://127.0.0.1..:{P}/",
+    "https://127.1.:{P}/",
+    # IPv6: longer and shorter spellings, carried IPv4, zones, metadata.
+    "https://[0000:0000:0000:0000:0000:0000:0000:0001]:{P}/",
+    "https://[::0001]:{P}/",
+    "https://[::ffff:127.0.0.1%25lo]:{P}/",
+    "https://[::1%25lo]:{P}/",
+    "https://[::1%lo]:{P}/",
+    "https://[fe80::a9fe:a9fe%25eth0]/",
+    "https://[::ffff:a9fe:a9fe]/",
+    "https://[::ffff:0:7f00:1]:{P}/",
+    "https://[::ffff:0:127.0.0.1]:{P}/",
+    "https://[64:ff9b::a9fe:a9fe]/",
+    "https://[64:ff9b::10.0.0.1]/",
+    "https://[2002:a9fe:a9fe::]/",
+    "https://[2002:0a00:0001::]/",
+    "https://[2001:0:53aa:64c:0:fbff:80ff:fffe]/",
+    "https://[fd20:ce::254]/",
+    "https://[fdff:ffff::1]/",
+    "https://[febf::1]/",
+    "https://[ff05::1:3]/",
+    "https://[100::1]/",
+    "https://[5f00::1]/",
+    "https://[3fff::1]/",
+    "https://[2001:10::1]/",
+    "https://[2001:20::1]/",
+    "https://[4000::1]/",
+    "https://[::7f00:1]:{P}/",
+    "https://[127.0.0.1]:{P}/",
+    "https://[localhost]:{P}/",
+    "https://::1:{P}/",
+    # Special networks and services.
+    "https://169.254.42.42/",
+    "https://169.254.170.23/v1/credentials",
+    "https://100.127.255.254/",
+    "https://172.31.255.254/",
+    "https://192.0.2.1/",
+    "https://198.19.255.254/",
+    "https://198.51.100.1/",
+    "https://203.0.113.1/",
+    "https://192.0.0.8/",
+    "https://192.0.0.170/",
+    "https://0.1.2.3/",
+    "https://239.255.255.250/",
+    "https://255.255.255.254/",
+    # Other letters and dots for the same host.
+    "https://127\uff610\uff610\uff611:{P}/",
+    "https://127\uff0e0\uff0e0\uff0e1:{P}/",
+    "https://169\u3002254\u3002169\u3002254/",
+    "https://\u24db\u24de\u24d2\u24d0\u24db\u24d7\u24de\u24e2\u24e3:{P}/",
+    "https://\u2488\u2488\u2488\u2474:{P}/",
+    "https://\u06f1\u06f2\u06f7.0.0.1:{P}/",
+    "https://127.0.0.\U0001d7cf:{P}/",
+    "https://l\u00adocalhost:{P}/",
+    "https://%6c%6f%63%61%6c%68%6f%73%74:{P}/",
+    "https://%31%32%37.0.0.1:{P}/",
+    "https://127%2e0%2e0%2e1:{P}/",
+    "https://127.0.0.1%00.example.com:{P}/",
+    "https://127.0.0.1%2f.example.com:{P}/",
+    # Users, and places where two readers see two hosts.
+    "https://127.0.0.1:{P}@example.com/",
+    "https://example.com:443@127.0.0.1:{P}/",
+    "https://example.com%40127.0.0.1:{P}/",
+    "https://@127.0.0.1:{P}/",
+    "https://:@127.0.0.1:{P}/",
+    "https://example.com\\@127.0.0.1:{P}/",
+    "https://127.0.0.1:{P}\\@example.com/",
+    "https://127.0.0.1\\.example.com:{P}/",
+    "https:\\\\127.0.0.1:{P}/",
+    "https://\\127.0.0.1:{P}/",
+    "https:/127.0.0.1:{P}/",
+    "https:127.0.0.1:{P}/",
+    "https:///127.0.0.1:{P}/",
+    "https://127.0.0.1:{P}#@example.com/",
+    "https://127.0.0.1:{P}?@example.com/",
+    "https://127.0.0.1:{P};@example.com/",
+    "https://127.0.0.1:{P}&@example.com/",
+    # Lines, blanks and NULs.
+    "https://127.0.0.1:{P}/\r\nHost: example.com",
+    "https://127.0.0.1\r\n:{P}/",
+    "https://exa\r\nmple.com/",
+    "https://exa mple.com/",
+    "https://127.0.0.1\t:{P}/",
+    "https://127.0.0.1\x00.example.com/",
+    " https://127.0.0.1:{P}/",
+    "https:// 127.0.0.1:{P}/",
+    # Ports and schemes.
+    "https://example.com:0/",
+    "https://example.com:-1/",
+    "https://example.com:65536/",
+    "https://example.com:99999999999/",
+    "https://example.com:443abc/",
+    "https://example.com:25/",
+    "https://example.com:11211/",
+    "HTTPS://127.0.0.1:{P}/",
+    "HTTP://example.com/",
+    "ws://127.0.0.1:{P}/",
+    "dict://127.0.0.1:{P}/",
+    "ldap://127.0.0.1:{P}/",
+    "jar:https://127.0.0.1:{P}/!/",
+    "data:text/plain,x",
+    "javascript:fetch('https://127.0.0.1:{P}/')",
+    "unix:///var/run/docker.sock",
+    "httpss://127.0.0.1:{P}/",
+    "127.0.0.1:{P}",
+    "localhost",
     *(f"https://{name}:{{P}}/" for name in NAMES),
 ]
 
@@ -125,7 +276,11 @@ async def listening() -> AsyncIterator[tuple[int, list[Any]]]:
 
 
 async def known(host: str, port: int) -> Sequence[str]:
-    return NAMES[host]
+    return NAMES.get(host) or NAMES[host.lower()]
+
+
+async def nowhere(host: str, port: int) -> Sequence[str]:
+    return []
 
 
 def test_no_hostile_url_is_reached(run: Any) -> None:
@@ -138,6 +293,9 @@ def test_no_hostile_url_is_reached(run: Any) -> None:
                     assert outcome.blocked and outcome.error, (url, outcome)
             async with Sender(config) as sender:  # with the system's own look-up
                 assert (await sender.send(f"https://localhost:{port}/", "msg_1", b"{}", [b"k" * 32])).blocked
+            async with Sender(config, lookup=nowhere) as sender:
+                outcome = await sender.send("https://nowhere.example/", "msg_1", b"{}", [b"k" * 32])
+                assert "has no address" in outcome.error and not outcome.blocked
             assert reached == []
             # The same server with its address allowed: the listener would have noticed.
             allowed = WebhookConfig(webhook_timeout_s=2.0, webhook_allow="127.0.0.0/8")
