@@ -5,6 +5,7 @@ Every refusal carries one of the protocol's error codes, the field it is about a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 ErrorCode = Literal[
@@ -53,6 +54,10 @@ class RequestError(PagemillError):
         if self.retry_after_ms is not None:
             error["retry_after_ms"] = self.retry_after_ms
         return error
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Job queues and process pools pickle exceptions."""
+        return partial(type(self), param=self.param, retry_after_ms=self.retry_after_ms), (self.code, self.message)
 
     def __repr__(self) -> str:
         return f"RequestError({self.code!r}, {self.message!r}, param={self.param!r})"

@@ -179,6 +179,7 @@ class Client:
         self.config = make_config(config, settings)
         self._options = {"patience_s": patience_s, "watchdog_s": watchdog_s, "models": read_models(models)}
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._thread: _LoopThread | None = None
         self._closed = False
 
@@ -217,7 +218,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connections and end the thread. Safe to call twice."""
-        with self._lock:
+        with self._own_lock():
             thread, self._thread, self._closed = self._thread, None, True
         if thread is not None:
             thread.close()
@@ -232,7 +233,7 @@ class Client:
 
     def thread(self) -> _LoopThread:
         """This process's loop; made at the first use, and again in a forked child."""
-        with self._lock:
+        with self._own_lock():
             if self._closed:
                 raise RuntimeError("the client is closed")
             if self._thread is None or self._thread.pid != os.getpid():
@@ -240,3 +241,9 @@ class Client:
                 # Runs at the interpreter's exit too, before the thread is frozen.
                 weakref.finalize(self, self._thread.close)
             return self._thread
+
+    def _own_lock(self) -> threading.Lock:
+        """This process's lock: that of its parent may have been held by a thread that is not there after the fork."""
+        if self._pid != os.getpid():
+            self._lock, self._thread, self._pid = threading.Lock(), None, os.getpid()
+        return self._lock

@@ -192,7 +192,7 @@ class Guard:
         """Every address of a name. Raises `Blocked` if one of them may not be dialled."""
         found = await self._lookup(host, port)
         if not found:
-            raise OSError(f"{host} has no address")
+            raise socket.gaierror(socket.EAI_NONAME, f"{host} has no address")
         if not self._has_proxy:
             for address in found:
                 self._check(address)

@@ -427,10 +427,12 @@ import os, sys
 from pagemill.ingest.client import Client
 client = Client(sys.argv[1])
 client.submit(prompt="x", id="parent")
+client._lock.acquire()  # as another thread would at that moment
 pid = os.fork()
 if pid == 0:
     client.submit(prompt="x", id="child")
     os._exit(0)
+client._lock.release()
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 print(client.cancel("child"), client.cancel("parent"))
 events = client.attach("parent").events()
