@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import celery
+from celery.signals import worker_init
 
 from pagemill.adapters.jobs import celery_task, rq_job
 from pagemill.ingest.client import Client
@@ -38,6 +39,13 @@ client = Client(redis_url=f"{URL}/0", queue=QUEUE)
 celery_task.cancel_on_revoke(client)
 
 
+@worker_init.connect
+def use_client(**_: Any) -> None:
+    """Before the pool's processes are forked the client has a thread and connections, which are not the children's."""
+    thread = client.thread()
+    thread.run(thread.client.overview())
+
+
 @app.task(bind=True, soft_time_limit=60, max_retries=2)
 def celery_short(self: Any, marker: str) -> list[Any]:
     states = []
@@ -55,12 +63,31 @@ def celery_short(self: Any, marker: str) -> list[Any]:
 
 
 @app.task(bind=True)
+def celery_where(self: Any) -> list[Any]:
+    """The text, and the process that made it."""
+    return [celery_task.generate(self, client, **SHORT, metadata={"task": self.request.id}).text, os.getpid()]
+
+
+@app.task(bind=True)
+def celery_too_large(self: Any) -> str:
+    return celery_task.generate(self, client, "x" * 2_000_000).text
+
+
+@app.task(bind=True)
 def celery_long(self: Any) -> str:
     return celery_task.generate(self, client, **LONG, ttl_ms=60_000).text
 
 
 def rq_short(marker: str) -> str:
     return rq_job.generate(client, progress_s=0.0, on_delta=fail_once(marker), **SHORT).text
+
+
+def rq_where() -> list[Any]:
+    return [rq_job.generate(client, **SHORT).text, os.getpid()]
+
+
+def rq_stopped(job: Any, connection: Any) -> None:
+    rq_job.cancel(client, job.id)
 
 
 def rq_long() -> str:

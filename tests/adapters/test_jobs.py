@@ -123,17 +123,38 @@ def test_only_what_failed_is_generated_again(tasks: Any, story: str) -> None:
     assert record(tasks.client, request_id("core:b", 3)) is None
 
 
+@contextlib.contextmanager
+def working(url: str, folder: Path, *command: str) -> Iterator[None]:
+    """A worker's process while the block runs."""
+    with (folder / "log").open("w") as log:
+        worker = subprocess.Popen(
+            [sys.executable, *command],
+            env={**environment(), "PAGEMILL_TEST_URL": url} | {"PYTHONPATH": ":".join(filter(None, sys.path))},
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield
+        finally:
+            worker.terminate()
+            worker.wait(30)
+
+
+def celery_worker(*options: str) -> list[str]:
+    command = ["-m", "celery", "-A", "tests.adapters.job_tasks", "worker", "-l", "warning", *options]
+    return [*command, "--without-gossip", "--without-mingle"]
+
+
+def names_of_clients(url: str) -> set[str]:
+    """The names under which clients are connected to the server."""
+    with redis.Redis.from_url(f"{url}/0") as client:
+        found: Any = client.client_list()
+        return {connection["name"] for connection in found}
+
+
 def test_celery(tasks: Any, url: str, story: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "celery", "-A", "tests.adapters.job_tasks", "worker", "-P", "prefork", "-c", "1"]
-    log = (tmp_path / "log").open("w")
-    worker = subprocess.Popen(
-        [*command, "--without-gossip", "--without-mingle", "-l", "warning"],
-        env={**environment(), "PAGEMILL_TEST_URL": url} | {"PYTHONPATH": ":".join(filter(None, sys.path))},
-        cwd=ROOT,
-        stdout=log,
-        stderr=log,
-    )
-    try:
+    with working(url, tmp_path, *celery_worker("-c", "2")):  # the default pool, of processes
         before = submitted(url)
         asked = tasks.celery_short.delay(str(tmp_path / "marker"))
         assert asked.get(timeout=60) == [story, 1, True]
@@ -153,10 +174,57 @@ def test_celery(tasks: Any, url: str, story: str, tmp_path: Path) -> None:
         until(lambda: (found := record(tasks.client, name)) is not None and found.state == "running")
         revoked.revoke(terminate=True)
         ends_as(tasks.client, celery_task.key_of(revoked.id), "cancelled")
-    finally:
-        worker.terminate()
-        worker.wait(30)
-        log.close()
+
+        # The pool's processes were forked from one that has used the client: each has connections of its own.
+        where = [tasks.celery_where.delay() for _ in range(4)]
+        texts, pids = zip(*(asked.get(timeout=60) for asked in where), strict=True)
+        assert set(texts) == {story}
+        assert {f"pagemill-client-{pid}" for pid in pids} <= names_of_clients(url)
+
+        # What no queue would take is told to whoever asks for the result.
+        with pytest.raises(Exception, match=r"1048576|too_large|body"):
+            tasks.celery_too_large.delay().get(timeout=30)
+
+
+@pytest.mark.parametrize("pool", ["threads", "gevent"])
+def test_celery_pools_of_one_process(tasks: Any, url: str, story: str, tmp_path: Path, pool: str) -> None:
+    if pool == "gevent":
+        pytest.importorskip("gevent")
+    before = submitted(url)
+    with working(url, tmp_path, *celery_worker("-P", pool, "-c", "4")):
+        asked = [tasks.celery_where.delay() for _ in range(4)]
+        told = [item.get(timeout=60) for item in asked]
+        assert {text for text, _ in told} == {story} and len({pid for _, pid in told}) == 1
+        assert submitted(url) == before + 4
+        if pool == "gevent":  # threads cannot be terminated
+            revoked = tasks.celery_long.delay()
+            name = request_id(celery_task.key_of(revoked.id))
+            until(lambda: (found := record(tasks.client, name)) is not None and found.state == "running")
+            revoked.revoke(terminate=True)
+            ends_as(tasks.client, celery_task.key_of(revoked.id), "cancelled")
+
+
+def test_rq_in_forked_work_horses(tasks: Any, url: str, story: str, tmp_path: Path) -> None:
+    """RQ forks a process for each job; what stops a job kills that process, and its callback cancels the request."""
+    from rq import Callback, Queue
+    from rq.command import send_stop_job_command
+
+    work = (
+        "import os, redis; from rq import Queue, Worker; from tests.adapters import job_tasks as tasks; "
+        "tasks.use_client(); connection = redis.Redis.from_url(tasks.URL + '/5'); "
+        "Worker([Queue(connection=connection)], connection=connection).work()"
+    )
+    with redis.Redis.from_url(f"{url}/5") as connection, working(url, tmp_path, "-c", work):
+        queue = Queue(connection=connection)
+        jobs = [queue.enqueue(tasks.rq_where, job_timeout=60) for _ in range(2)]
+        until(lambda: all(job.get_status(refresh=True).value in ("finished", "failed") for job in jobs))
+        told = [job.return_value() for job in jobs]
+        assert {text for text, _ in told} == {story} and len({pid for _, pid in told}) == 2
+        stopped = queue.enqueue(tasks.rq_long, job_timeout=60, on_stopped=Callback(tasks.rq_stopped))
+        name = request_id(rq_job.key_of(stopped.id))
+        until(lambda: (found := record(tasks.client, name)) is not None and found.state == "running")
+        send_stop_job_command(connection, stopped.id)
+        ends_as(tasks.client, rq_job.key_of(stopped.id), "cancelled")
 
 
 def test_a_celery_task_that_is_called_directly_has_no_id(tasks: Any, url: str, story: str) -> None:
@@ -280,6 +348,8 @@ def test_deadlines_and_errors() -> None:
     full = RequestFailed(refused_result("a", b'{"code":"queue_full","message":"no","retry_after_ms":250}'))
     again = pickle.loads(pickle.dumps(full))
     assert (again.code, again.retry_after_ms, again.result) == ("queue_full", 250, full.result) and is_retriable(again)
+    wrong = RequestError("too_large", "no", param="body", retry_after_ms=7)
+    assert vars(pickle.loads(pickle.dumps(wrong))) == vars(wrong)
     assert is_retriable(QueueUnavailableError("away")) and not is_retriable(ValueError())
     assert not is_retriable(RequestError("prompt_too_long", "x"))
     long_key = request_id("celery:" + "x" * 500, 99)
