@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from pagemill.engine.errors import PagemillError, RequestError, invalid
 from pagemill.ingest import scripts
+from pagemill.ingest.allowances import Allowances
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys, is_request_id
 from pagemill.ingest.model_map import queue_of, read_models
@@ -259,6 +260,11 @@ class AsyncClient:
     def shelf(self) -> Shelf:
         """What adapters keep beside the queue. Its methods raise redis-py's errors."""
         return Shelf(self._redis, self.keys)
+
+    @property
+    def allowances(self) -> Allowances:
+        """What tenants may do, counted for several processes together."""
+        return Allowances(self._redis, self.keys)
 
     async def keep_note(self, request_id: str, note: bytes, *, ttl_ms: int) -> None:
         """Keep something beside a request, for as long as said."""

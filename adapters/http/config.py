@@ -41,7 +41,7 @@ class GatewayConfig:
     http_ping_s: float = _setting(10.0, "silence on a stream after which a comment is sent to keep it open")
     http_drain_timeout_s: float = _setting(20.0, "how long requests may go on after SIGTERM")
     http_tenant_requests_per_minute: int | None = _setting(None, "generations that a tenant may start in a minute")
-    http_tenant_requests: int | None = _setting(None, "generations that a tenant may have open here at once")
+    http_tenant_requests: int | None = _setting(None, "generations that a tenant may have open at once")
 
     def __post_init__(self) -> None:
         whole: dict[str, tuple[int, int]] = {"http_port": (0, 65535), "http_max_body_bytes": (1024, 256 << 20)}

@@ -31,7 +31,12 @@ class Gateway:
         self.config = config
         self.keys = ApiKeys.of(config)
         self.queues = Queues(config, queue)
-        self.limits = TenantLimits(config.http_tenant_requests_per_minute, config.http_tenant_requests)
+        self.limits = TenantLimits(
+            config.http_tenant_requests_per_minute,
+            config.http_tenant_requests,
+            self.queues.allowances,
+            self.in_background,
+        )
         self.metrics = GatewayMetrics()
         self.is_leaving = False
         self.is_cutting = False

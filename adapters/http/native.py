@@ -35,7 +35,7 @@ async def submit(request: web.Request) -> web.Response:
         raise invalid("model must be a string", "model")
     model = await gateway.queues.find(name)
     named = {} if name is None or model.queue_model is None else {"model": model.queue_model}
-    with gateway.limits.generation(tenant):
+    async with gateway.limits.generation(tenant):
         handle = await model.client.submit(
             **{**body, **named, "tenant": tenant}, idempotency_key=key, traceparent=traceparent(request)
         )

@@ -59,19 +59,21 @@ async def _generate(
     model = await gateway.queues.find(asked.model)
     named = {} if model.queue_model is None else {"model": model.queue_model}
     bodies = [{**fields, **named, "tenant": tenant} for fields in asked.bodies]
-    with gateway.limits.generation(tenant):
-        async with Generation(gateway, model.client, bodies, key=key, traceparent=traceparent(request)) as generation:
-            structlog.contextvars.bind_contextvars(generation=generation.id)
-            answer = shape(asked, generation.id, int(time.time() * 1000))
-            headers = {"Idempotent-Replayed": "true"} if generation.is_replayed else {}
-            if asked.stream:
-                return await _stream(gateway, request, generation, answer, headers)
-            try:
-                async with asyncio.timeout(generation.timeout_s):
-                    results = await generation.results()
-            except TimeoutError:
-                raise deadline_passed() from None
-            return json_response(answer.whole(results, model.name), headers)
+    async with (
+        gateway.limits.generation(tenant),
+        Generation(gateway, model.client, bodies, key=key, traceparent=traceparent(request)) as generation,
+    ):
+        structlog.contextvars.bind_contextvars(generation=generation.id)
+        answer = shape(asked, generation.id, int(time.time() * 1000))
+        headers = {"Idempotent-Replayed": "true"} if generation.is_replayed else {}
+        if asked.stream:
+            return await _stream(gateway, request, generation, answer, headers)
+        try:
+            async with asyncio.timeout(generation.timeout_s):
+                results = await generation.results()
+        except TimeoutError:
+            raise deadline_passed() from None
+        return json_response(answer.whole(results, model.name), headers)
 
 
 async def _stream(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pagemill.adapters.http.config import GatewayConfig
 from pagemill.adapters.http.errors import ApiError, not_found
+from pagemill.ingest.allowances import Allowances
 from pagemill.ingest.async_client import AsyncClient
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import is_request_id
@@ -44,6 +45,11 @@ class Queues:
     def shelf(self) -> Shelf:
         """Where files and batches lie: beside the first queue, which has to be the same for all replicas."""
         return next(iter(self.clients.values())).shelf
+
+    @property
+    def allowances(self) -> Allowances:
+        """The books of what tenants may do, beside the first queue too."""
+        return next(iter(self.clients.values())).allowances
 
     async def aclose(self) -> None:
         for client in self.clients.values():

@@ -42,7 +42,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     model = await gateway.queues.find(asked.model)
     named = {} if model.queue_model is None else {"model": model.queue_model}
     fields = {**asked.fields, **named, "tenant": tenant, "stream": asked.stream}
-    with gateway.limits.generation(tenant):
+    async with gateway.limits.generation(tenant):
         generation = Generation(
             gateway, model.client, [fields], key=key, traceparent=traceparent(request), lasting=asked.background
         )

@@ -129,6 +129,7 @@ class GatewayProcess:
         self.gateway = Gateway(config, queue)
         self._runner = GatewayRunner(make_app(self.gateway), config)
         self._batches = BatchRunner(self.gateway)
+        self._limits: asyncio.Task[None] | None = None
         self.url = ""
 
     async def start(self) -> str:
@@ -143,6 +144,7 @@ class GatewayProcess:
             reason = error.strerror or str(error)
             raise ConfigError(f"cannot listen on {host}, port {port} ({reason}); --http-port takes another") from error
         self._batches.start()
+        self._limits = asyncio.get_running_loop().create_task(self.gateway.limits.run())
         bound = self._runner.addresses[0]
         self.url = f"http://{_shown(bound[0])}:{bound[1]}"
         return self.url
@@ -153,6 +155,9 @@ class GatewayProcess:
             await site.stop()
         await self.gateway.drain(self._config.http_drain_timeout_s if drain_s is None else drain_s)
         await self._batches.stop()
+        if self._limits is not None:
+            self._limits.cancel()
+            await asyncio.gather(self._limits, return_exceptions=True)
         await self._runner.cleanup()
         await self.gateway.aclose()
 

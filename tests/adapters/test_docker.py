@@ -7,6 +7,7 @@ import http.server
 import importlib.util
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,12 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 import yaml
 
 from pagemill.adapters.cli.parser import parse
 from pagemill.adapters.cli.settings import load_settings, settings_table
+from tests.adapters.processes import environment
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -211,3 +214,25 @@ def test_the_health_check(redis_url: str, valkey: Any, monkeypatch: pytest.Monke
     with pytest.raises(OSError):
         check.check_http(server.server_port)
     assert check.main() == 0, "process 1 of this machine has no role"
+
+
+def test_the_health_check_of_process_1(redis_url: str, valkey: Any) -> None:
+    """As in a container: the role is process 1 of a process namespace, in which the image's check is run."""
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        pytest.skip("no process namespaces here")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    settings = environment(PAGEMILL_REDIS_URL=f"redis://127.0.0.1:{valkey.port}/0", PAGEMILL_HTTP_PORT=port)
+    command = [*namespace, sys.executable, "-m", "pagemill", "gateway"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=settings) as outer:
+        assert outer.stdout is not None and outer.stdout.readline()
+        (role,) = psutil.Process(outer.pid).children()
+        try:
+            check = ["nsenter", "-t", str(role.pid), "-p", "-m", sys.executable, str(DOCKER / "healthcheck.py")]
+            for act, status in ((role.resume, 0), (role.suspend, 1), (role.resume, 0)):
+                act()
+                assert subprocess.run(check, env=settings, capture_output=True, timeout=20).returncode == status
+        finally:
+            role.kill()

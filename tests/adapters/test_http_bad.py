@@ -14,8 +14,6 @@ import redis.asyncio as aioredis
 
 from pagemill.adapters.http.auth import ApiKeys
 from pagemill.adapters.http.config import GatewayConfig
-from pagemill.adapters.http.errors import ApiError
-from pagemill.adapters.http.limits import TenantLimits
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.config import QueueConfig
 from tests.adapters.http_gateway import HI, Spoken, Web, gateway
@@ -213,21 +211,6 @@ def test_keys_are_tenants(alone: Any, tmp_path: Path) -> None:
         None,
     ]
     assert "first-key" not in repr(keys)
-
-
-def test_limits_of_a_tenant() -> None:
-    now = [0.0]
-    limits = TenantLimits(per_minute=2, at_once=2, clock=lambda: now[0])
-    with limits.generation("a"), limits.generation("a"), limits.generation("b"):
-        with pytest.raises(ApiError) as refused, limits.generation("a"):
-            pass
-        assert refused.value.status == 429 and refused.value.response().headers["x-should-retry"] == "true"
-    with pytest.raises(ApiError) as refused, limits.generation("a"):
-        pass
-    assert refused.value.retry_after_ms == 30_001 and refused.value.response().headers["Retry-After"] == "31"
-    now[0] += 30.0
-    with limits.generation("a"):
-        pass
 
 
 def test_without_redis(run: Any, refusing_url: str) -> None:
