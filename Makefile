@@ -92,6 +92,12 @@ bench-sampler: $(STAMP)  ## cost of choosing a step's tokens, by sampling parame
 bench-linear: $(STAMP)  ## cost of a linear layer by the form of its weights, beside the memory's bandwidth
 	PYTHONPATH=. $(PY) -m bench.linear_cost
 
+# Five minutes on two cores. More peers and files: make bench-compare COMPARE="--peer vllm=PYTHON --workload FILE.jsonl"
+.PHONY: bench-compare
+COMPARE := --peer transformers --requests 8
+bench-compare: $(STAMP)  ## this engine and transformers in turns, with ratios (COMPARE="--peer ... --workload ...")
+	PYTHONPATH=. $(PY) -m bench.compare $(COMPARE)
+
 .PHONY: bench-agreement
 bench-agreement: $(STAMP)  ## tokens of the bfloat16 path that float32 would write too (WORKLOADS="FILE.jsonl...")
 	PYTHONPATH=. $(PY) -m bench.agreement $(WORKLOADS)

@@ -1,4 +1,4 @@
-"""`pagemill bench offline`: throughput of workload files, without a queue. `bench simulate` has a module of its own.
+"""`pagemill bench offline`: throughput of workload files, without a queue. The other kinds have modules of their own.
 
 Several files run in processes of their own, one after the other: each starts cold and has its own peak of memory.
 """
@@ -27,6 +27,10 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         from pagemill.adapters.cli import simulate
 
         return simulate.run(args, settings)
+    if args.bench == "step":
+        from pagemill.adapters.cli import step_profile
+
+        return step_profile.run(args, settings)
     paths = [Path(name) for name in args.workload]
     loads = [read_workload(path) for path in paths]
     if len(paths) > 1:

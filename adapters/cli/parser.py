@@ -365,6 +365,11 @@ def _bench(commands: Any) -> None:
     )
     offline.add_argument("--json", action="store_true", help="one JSON object a file, nothing else, on standard output")
     _add_settings(offline, "engine", "process")
+    step = _new(kinds, "step", "where the time of a workload's steps goes, part by part, against the machine's limits")
+    step.add_argument("--workload", required=True, metavar="FILE.jsonl", help="as for `bench offline`")
+    step.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of all requests (0.8)")
+    step.add_argument("--json", action="store_true", help="the tables as JSON")
+    _add_settings(step, "engine", "process")
     simulate = _new(
         kinds,
         "simulate",
