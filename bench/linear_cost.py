@@ -10,7 +10,6 @@ the machine's speed meets all of them. Beside the times stands the bandwidth of 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from statistics import median
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 
 from pagemill.kernels.cpu.ops import CpuOps
-from pagemill.kernels.cpu.quantised import QuantisedLinear, prepare_quantised
 from pagemill.kernels.quantised_weight import QuantisedWeight, quantise
 
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
@@ -28,31 +26,18 @@ _DISTINCT_BYTES = 320 << 20  # of bfloat16: ten times what the largest cache her
 _PROBE_BYTES = 256 << 20
 
 
-def prepared(name: str, ops: CpuOps, weight: torch.Tensor) -> Any:
-    """The weight in one of the forms."""
-    if name == "bfloat16":
-        return ops.prepare_linear(weight.bfloat16())
-    quantised = {
-        "int8": lambda: quantise(weight.numpy(), 8),
-        "int4": lambda: quantise(weight.numpy(), 4),
-        "Q4_0": lambda: _symmetric(weight.numpy()),
-    }[name]()
-    return prepare_quantised(quantised, None, torch.bfloat16)
-
-
-def _symmetric(weight: np.ndarray) -> QuantisedWeight:
-    made = quantise(weight, 4)
-    return QuantisedWeight(4, made.codes - np.int8(8), made.scale)
-
-
 FORMS = ("bfloat16", "int8", "int4", "Q4_0")
 
 
-def copies(linear: Any, count: int) -> list[Any]:
-    """The same weight at so many places of memory."""
-    if isinstance(linear, QuantisedLinear):
-        return [dataclasses.replace(linear, data=linear.data.copy()) for _ in range(count)]
-    return [dataclasses.replace(linear, panels=linear.panels.copy()) for _ in range(count)]
+def prepared(form: str, ops: CpuOps, weight: torch.Tensor, count: int) -> list[Any]:
+    """The weight in one of the forms, at so many places of memory."""
+    if form == "bfloat16":
+        rounded = weight.bfloat16()
+        return [ops.prepare_linear(rounded) for _ in range(count)]
+    made = quantise(weight.numpy(), 8 if form == "int8" else 4)
+    if form == "Q4_0":
+        made = QuantisedWeight(4, made.codes - np.int8(8), made.scale)
+    return [ops.prepare_quantised(made, None, torch.bfloat16) for _ in range(count)]
 
 
 def read_bandwidth(memory: torch.Tensor) -> float:
@@ -85,7 +70,7 @@ def main() -> None:
         features, width = SHAPES[shape]
         count = max(4, _DISTINCT_BYTES // (2 * features * width))
         weight = torch.randn(features, width) * 0.05
-        linears = {form: copies(prepared(form, ops, weight), count) for form in args.forms}
+        linears = {form: prepared(form, ops, weight, count) for form in args.forms}
         for rows in args.rows:
             x = torch.randn(rows, width).bfloat16()
             used = max(1, min(count, count * 8 // max(8, rows)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from pagemill.engine.core import EngineCore
 from pagemill.engine.grammar import GrammarCompiler
 from pagemill.engine.loader import Progress, no_progress, resolve_model
 from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.quantization import keeps_gguf
 from pagemill.engine.speculation import NgramProposer, Speculation
 from pagemill.engine.speculation_gain import DraftGain
 from pagemill.engine.tokenizer import Tokenizer
@@ -20,10 +21,13 @@ from pagemill.engine.wiring import make_scheduler
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a started engine turned out to be. Sizes in tokens; `num_blocks` without the null block."""
+    """What a started engine turned out to be. Sizes in tokens; `num_blocks` without the null block; `weight_bytes` by
+    form: a dtype, 4-bit or 8-bit."""
 
     model_name: str
     dtype: str
+    quantization: str
+    weight_bytes: Mapping[str, int]
     device: str
     vocab_size: int
     max_model_len: int
@@ -50,7 +54,7 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
 
     Raises `ConfigError` where a setting, the model or the machine's memory does not allow it.
     """
-    folder = resolve_model(config.model, config.cache_dir, progress)
+    folder = resolve_model(config.model, config.cache_dir, progress, convert_weights=not keeps_gguf(config))
     with ThreadPoolExecutor(1) as beside:
         # Reading a tokenizer takes a second of a start that should take five.
         reading = None if config.skip_tokenizer_init else beside.submit(Tokenizer.from_folder, folder.path)
@@ -76,6 +80,8 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
     info = EngineInfo(
         model_name=config.model_name,
         dtype=runner.dtype_name,
+        quantization=runner.quantization,
+        weight_bytes=runner.weight_bytes,
         device=runner.device,
         vocab_size=spec.vocab_size,
         max_model_len=runner.max_model_len,

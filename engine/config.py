@@ -16,6 +16,7 @@ Device = Literal["auto", "cpu", "cuda"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 Admission = Literal["optimistic", "reserve"]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
+Quantization = Literal["auto", "none", "int8", "int4", "gguf"]
 
 SPECULATIVE_TOKENS = 7  # with the token that comes in any case a row of eight, which kernels like
 MAX_DRAFTS = 64
@@ -36,6 +37,11 @@ class EngineConfig:
     model: str = _setting("smollm2-135m", "model folder, .gguf file, cached Hugging Face name, or smollm2-135m")
     served_model_name: str | None = _setting(None, "name that requests use for the model; default: the model setting")
     dtype: DType = _setting("auto", "weights and KV cache: auto, float32, bfloat16 or float16")
+    quantization: Quantization = _setting(
+        "auto",
+        "weights on the CPU: int8, int4 (in groups of 32), gguf (as a .gguf file stores them) or none; "
+        "auto is gguf for a .gguf file unless dtype is set, else none",
+    )
     device: Device = _setting("auto", "auto, cpu or cuda")
     block_size: int = _setting(16, "tokens in one KV block, 1 to 256")
     gpu_memory_utilization: float = _setting(
@@ -80,6 +86,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("quantization", self.quantization, ("auto", "none", "int8", "int4", "gguf"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "fair"))

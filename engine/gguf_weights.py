@@ -34,7 +34,8 @@ class GgufWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, dequantised to float32."""
-        return torch.from_numpy(dequantised(self._file, self._tensors[name], self._heads))
+        values = dequantised(self._file, self._tensors[name], self._heads)
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
 
     def read_quantised(self, name: str) -> QuantisedWeight | None:
         """The matrix as it is stored; None where its type is not kept quantised."""

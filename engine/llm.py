@@ -225,6 +225,8 @@ def _settings(model: object, settings: dict[str, Any]) -> dict[str, Any]:
             taken[name] = _DTYPE_NAMES.get(text, text.removeprefix("torch."))
         elif name == "device":
             taken[name] = str(value)
+        elif name == "quantization" and value is None:
+            continue  # vLLM's word for what the model says
         elif name in known:
             taken[name] = value
         elif name not in LLM_ARGUMENTS:

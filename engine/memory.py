@@ -113,14 +113,15 @@ class BudgetTable:
     """Where the memory goes, in bytes; logged when an engine starts.
 
     `weights` and `other` (interpreter, libraries, compiled kernels, other users of the device) are held already,
-    `activations` is the peak of the largest step. `source` is the setting that sized the pool. `num_blocks` counts the
-    null block.
+    `activations` is the peak of the largest step. `quantization` is that of the weights, `source` the setting that
+    sized the pool. `num_blocks` counts the null block.
     """
 
     device: str
     limit: int
     fraction: float
     weights: int
+    quantization: str
     other: int
     activations: int
     pool: int
@@ -135,6 +136,7 @@ class BudgetTable:
         return {
             "device": self.device,
             **{f"{name}_mib": round(getattr(self, name) / MIB, 1) for name in sizes},
+            "quantization": self.quantization,
             "fraction": self.fraction,
             "num_blocks": self.num_blocks,
             "block_size": self.block_size,
@@ -146,7 +148,7 @@ class BudgetTable:
         rows = [
             (f"{self.device}: memory that may be used", self.limit),
             (f"x {self.fraction:g} (gpu_memory_utilization)", int(self.limit * self.fraction)),
-            ("- weights", self.weights),
+            ("- weights" if self.quantization == "none" else f"- weights ({self.quantization})", self.weights),
             ("- other, held already", self.other),
             ("- activations of the largest step", self.activations),
             (f"KV pool, {self.num_blocks} blocks of {self.block_size} tokens, by {self.source}", self.pool),
@@ -165,6 +167,7 @@ def size_pool(
     weights: int,
     held: int,
     activations: int,
+    quantization: str = "none",
 ) -> BudgetTable:
     """Decide the number of blocks, the null block included.
 
@@ -188,6 +191,7 @@ def size_pool(
         limit=limit,
         fraction=config.gpu_memory_utilization,
         weights=weights,
+        quantization=quantization,
         other=max(0, held - weights),
         activations=activations,
         pool=blocks * bytes_per_block,

@@ -14,6 +14,7 @@ import torch
 
 from pagemill.engine.batch import PromptRows, build_batch
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.device import device_of
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.kv_pool import KVPool
 from pagemill.engine.loader import ModelFolder, Progress, no_progress
@@ -23,6 +24,7 @@ from pagemill.engine.memory import MIB, BudgetTable, CpuMemory, CudaMemory, Memo
 from pagemill.engine.models import check_architecture, load_model
 from pagemill.engine.models.base import Loading
 from pagemill.engine.models.spec import ModelSpec
+from pagemill.engine.quantization import BYTES_PER_ELEMENT, settle
 from pagemill.engine.request import Request
 from pagemill.engine.sampler import position_logprobs, sample_step
 from pagemill.engine.sampling_params import SamplingParams
@@ -55,8 +57,9 @@ class ModelRunner:
         kernels: str | None = None,
     ) -> None:
         check_architecture(folder)
-        self.device = _device(config)
+        self.device = device_of(config)
         self._dtype = _dtype(config, self.device)
+        self.quantization = settle(config, folder, self.device)
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS[self.device]
         self._config = config
         threads = config.threads or available_cores()
@@ -75,9 +78,10 @@ class ModelRunner:
         before = meter.held()
         checkpoint = Checkpoint(folder.weight_files, progress)
         self._check_room(checkpoint, meter.limit() - before)
-        loading = Loading(checkpoint, self._ops, self._dtype, self.device)
+        loading = Loading(checkpoint, self._ops, self._dtype, self.device, self.quantization)
         with torch.inference_mode():
             self._model = load_model(folder, loading, config.max_model_len)
+        self.weight_bytes = dict(loading.loaded)
         del checkpoint, loading
         weights = meter.held() - before
         self.budget = self._size_pool(meter, weights, progress)
@@ -173,10 +177,16 @@ class ModelRunner:
 
     def _check_room(self, checkpoint: Checkpoint, room: int) -> None:
         """Better refused than killed by the system half way through."""
-        needed = checkpoint.num_elements * self._dtype.itemsize
+        form, stored = self.dtype_name, checkpoint.num_stored_bytes
+        needed = float(checkpoint.num_elements * self._dtype.itemsize)
+        if self.quantization == "gguf" and stored is not None:
+            form, needed = "the file's own types", float(stored)
+        elif self.quantization in BYTES_PER_ELEMENT:
+            form = self.quantization
+            needed = checkpoint.num_elements * BYTES_PER_ELEMENT[form]
         if needed > room:
             raise ConfigError(
-                f"the weights of {self._config.model} take {needed / MIB:.0f} MiB in {self.dtype_name}, and this "
+                f"the weights of {self._config.model} take {needed / MIB:.0f} MiB in {form}, and this "
                 f"process may use {max(0, room) / MIB:.0f} MiB more on {self.device}"
             )
 
@@ -216,6 +226,7 @@ class ModelRunner:
             bytes_per_block=self._layout(1).bytes_per_block,
             limit=meter.limit(),
             weights=weights,
+            quantization=self.quantization,
             held=meter.held(),
             activations=activations,
         )
@@ -269,14 +280,6 @@ class ModelRunner:
 
 def _compiling(kernel: str, done: int, seconds: float) -> str:
     return f"compiling kernel {done + 1}: {kernel} (once on this machine; {seconds:.0f} s so far)"
-
-
-def _device(config: EngineConfig) -> str:
-    if config.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but this machine has no usable CUDA device (or torch is built without it)")
-    return config.device
 
 
 def _dtype(config: EngineConfig, device: str) -> torch.dtype:

@@ -36,7 +36,6 @@ LLM_ARGUMENTS: Accepted = {
     "generation_config": (None, "auto", "vllm"),
     "task": (None, "auto", "generate"),
     "runner": (None, "auto", "generate"),
-    "quantization": (None,),
     "revision": (None,),
     "tokenizer_revision": (None,),
     "hf_overrides": (None, {}),

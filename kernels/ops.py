@@ -21,6 +21,7 @@ import torch
 from pagemill.kernels.decoder import CompiledDecoder, DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.quantised_weight import QuantisedWeight
 
 _log = structlog.get_logger(__name__)
 
@@ -231,6 +232,15 @@ class Ops(Protocol):
 
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
         """`prepare_linear` for a weight [2 I, K] = (gate above up), for `gated_linear`."""
+        ...
+
+    def prepare_quantised(
+        self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> PreparedLinear:
+        """`prepare_linear` or, if gated, `prepare_gated_linear` for a quantised weight and activations of `dtype`.
+
+        Raises ValueError where the back end has no kernels for it.
+        """
         ...
 
     def linear(self, x: torch.Tensor, prepared: Any) -> torch.Tensor:

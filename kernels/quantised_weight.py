@@ -38,6 +38,12 @@ class QuantisedWeight:
     def group(self) -> int:
         return self.shape[1] // int(self.scale.shape[1])
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes when it is packed."""
+        minimum = 0 if self.minimum is None else self.minimum.nbytes
+        return self.codes.size * self.bits // 8 + self.scale.nbytes + minimum
+
     def dequantise(self) -> npt.NDArray[np.float32]:
         """The values, float32 [N, K]: the product and the sum are rounded once each, as `gguf` does."""
         grouped = self.codes.reshape(*self.scale.shape, self.group)
@@ -46,7 +52,7 @@ class QuantisedWeight:
             values += self.minimum.astype(np.float32)[..., None]
         return values.reshape(self.codes.shape)
 
-    def take(self, rows: npt.NDArray[np.int64]) -> QuantisedWeight:
+    def take(self, rows: npt.NDArray[np.int64] | slice) -> QuantisedWeight:
         """These rows in this order."""
         minimum = None if self.minimum is None else self.minimum[rows]
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], minimum=minimum)
@@ -97,6 +103,14 @@ def quantise(weight: npt.NDArray[np.float32], bits: int) -> QuantisedWeight:
         raise ValueError(f"bits must be 4 or 8, got {bits}")
     if not can_quantise(weight.shape[1]):
         raise ValueError(f"in_features must be a multiple of {GROUP}, got {weight.shape[1]}")
+    pieces = [_quantise(weight[at : at + _ROWS_AT_ONCE], bits) for at in range(0, len(weight), _ROWS_AT_ONCE)]
+    return stack(pieces)
+
+
+_ROWS_AT_ONCE = 1024  # so that what is made meanwhile stays small beside the weight
+
+
+def _quantise(weight: npt.NDArray[np.float32], bits: int) -> QuantisedWeight:
     grouped = weight.reshape(weight.shape[0], -1, GROUP)
     low, high = grouped.min(axis=2), grouped.max(axis=2)
     if bits == 8:

@@ -15,6 +15,7 @@ from pagemill.kernels.decoder import DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
+from pagemill.kernels.quantised_weight import QuantisedWeight
 from pagemill.kernels.rng import gumbel, token_bits
 
 
@@ -102,6 +103,11 @@ class ReferenceOps:
 
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)
+
+    def prepare_quantised(
+        self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> ReferenceLinear:
+        return ReferenceLinear(torch.from_numpy(weight.dequantise()), bias)
 
     def gated_linear(self, x: torch.Tensor, prepared: ReferenceLinear) -> torch.Tensor:
         return self.silu_and_mul(self.linear(x.double(), prepared)).to(x.dtype)

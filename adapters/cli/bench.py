@@ -99,6 +99,8 @@ def measure(name: str, rows: list[tuple[list[int], int]], settings: Settings) ->
         "steps": statistics.steps,
         "peak_running": statistics.peak_running,
         "dtype": llm.info.dtype,
+        "quantization": llm.info.quantization,
+        "weight_mb": round(sum(llm.info.weight_bytes.values()) / 1e6, 1),
         "device": llm.info.device,
         "num_blocks": llm.info.num_blocks,
         "block_size": llm.info.block_size,

@@ -202,11 +202,12 @@ def _compiled(ops: Any) -> Finding:
 def _model_and_memory(settings: Settings) -> Iterator[Finding]:
     from pagemill.engine.loader import resolve_model
     from pagemill.engine.machine import memory_limit
+    from pagemill.engine.quantization import keeps_gguf
     from pagemill.engine.tokenizer import Tokenizer
 
     config = settings.engine()
     with progress_bar() as progress:
-        folder = resolve_model(config.model, config.cache_dir, progress)
+        folder = resolve_model(config.model, config.cache_dir, progress, convert_weights=not keeps_gguf(config))
     weights = sum(file.stat().st_size for file in folder.weight_files)
     yield Finding("ok", "model", f"{folder.name}: {folder.architecture}, {weights / 2**20:.0f} MiB, in {folder.path}")
     if not config.skip_tokenizer_init:

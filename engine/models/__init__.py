@@ -75,4 +75,9 @@ def load_model(folder: ModelFolder, loading: Loading, max_model_len: int | None 
 def _generic(folder: ModelFolder, loading: Loading, max_model_len: int | None) -> Model:
     from pagemill.engine.models.generic import GenericModel
 
+    if loading.quantization != "none":
+        raise ConfigError(
+            f"quantization {loading.quantization} is for models that are computed natively "
+            f"({', '.join(NATIVE_ARCHITECTURES)}), and {folder.architecture} is computed through transformers; use none"
+        )
     return GenericModel(folder, loading, max_model_len)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from pagemill.engine.errors import ConfigError
 from pagemill.engine.models.spec import ModelSpec
+from pagemill.engine.quantization import Scheme
 from pagemill.engine.weights import Checkpoint
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
-from pagemill.kernels.ops import Ops
+from pagemill.kernels.ops import Ops, PreparedLinear
+from pagemill.kernels.quantised_weight import QuantisedWeight, can_quantise, quantise
 
 Embedding = Callable[[torch.Tensor], torch.Tensor]
 """Token ids int64 [T] -> [T, hidden_size]."""
@@ -44,41 +47,88 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Where the weights come from and where they go: a checkpoint, the kernels, a dtype and a device."""
+    """Where the weights come from and where they go: a checkpoint, the kernels, a dtype and a device; and whether
+    projections, embedding and head are quantised."""
 
     checkpoint: Checkpoint
     ops: Ops
     dtype: torch.dtype
     device: str
+    quantization: Scheme = "none"
+    loaded: Counter[str] = field(default_factory=Counter)
+    """Bytes of what has been loaded, by form: a dtype, 4-bit or 8-bit."""
 
     def vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A weight [size]."""
-        return self.checkpoint.take(name, (size,), dtype=dtype or self.dtype, device=self.device)
+        return self._counted(self.checkpoint.take(name, (size,), dtype=dtype or self.dtype, device=self.device))
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """A weight [rows, columns]."""
-        return self.checkpoint.take(name, (rows, columns), dtype=self.dtype, device=self.device)
+        return self._counted(self.checkpoint.take(name, (rows, columns), dtype=self.dtype, device=self.device))
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.loaded[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+        return tensor
+
+    def _prepared(
+        self, weight: QuantisedWeight, bias: torch.Tensor | None = None, *, gated: bool = False
+    ) -> PreparedLinear:
+        self.loaded[f"{weight.bits}-bit"] += weight.num_bytes
+        return self.ops.prepare_quantised(weight, bias, self.dtype, gated=gated)
 
     def linear(self, names: Sequence[str], sizes: Sequence[int], columns: int, *, bias: bool) -> Any:
         """Projections from `columns` features, one under another, prepared as a single one for `ops.linear`."""
-        weight = self._stack(names, "weight", sizes, (columns,))
-        return self.ops.prepare_linear(weight, self._stack(names, "bias", sizes, ()) if bias else None)
+        return self._projection(names, sizes, columns, bias=bias, gated=False)
 
     def gated_linear(self, gate: str, up: str, rows: int, columns: int, *, bias: bool) -> Any:
         """Two projections from `columns` to `rows` features, prepared as a single one for `ops.gated_linear`."""
-        weight = self._stack((gate, up), "weight", (rows, rows), (columns,))
-        return self.ops.prepare_gated_linear(
-            weight, self._stack((gate, up), "bias", (rows, rows), ()) if bias else None
-        )
+        return self._projection((gate, up), (rows, rows), columns, bias=bias, gated=True)
+
+    def _projection(
+        self, names: Sequence[str], sizes: Sequence[int], columns: int, *, bias: bool, gated: bool
+    ) -> PreparedLinear:
+        added = self._stack(names, "bias", sizes, ()) if bias else None
+        quantised = self._quantised([f"{name}.weight" for name in names], sizes, columns)
+        if quantised is not None:
+            return self._prepared(quantised, added, gated=gated)
+        weight = self._stack(names, "weight", sizes, (columns,))
+        return (self.ops.prepare_gated_linear if gated else self.ops.prepare_linear)(weight, added)
 
     def transposed_linear(self, name: str, columns: int, rows: int) -> Any:
         """A projection from `columns` to `rows` features with a bias, whose weight is stored as [columns, rows]."""
+        added = self.vector(f"{name}.bias", rows)
+        if self._bits is not None and can_quantise(columns):
+            exact = self.checkpoint.take(f"{name}.weight", (columns, rows), dtype=torch.float32, device="cpu")
+            return self._prepared(self._rounded(exact.t().contiguous(), name, self._bits), added)
         weight = self.matrix(f"{name}.weight", columns, rows).t().contiguous()
-        return self.ops.prepare_linear(weight, self.vector(f"{name}.bias", rows))
+        return self.ops.prepare_linear(weight, added)
+
+    @property
+    def _bits(self) -> int | None:
+        """Of the weights that are quantised here; None where none are."""
+        return {"int8": 8, "int4": 4}.get(self.quantization)
+
+    def _quantised(
+        self, names: Sequence[str], sizes: Sequence[int], columns: int, bits: int | None = None
+    ) -> QuantisedWeight | None:
+        """Matrices one under another as they are stored, or rounded to `bits` (default: the scheme's); None where they
+        are not to be quantised, or cannot be."""
+        if self.quantization == "gguf":
+            return self.checkpoint.stack_quantised(names, sizes, columns)
+        bits = bits or self._bits
+        if bits is None or not can_quantise(columns):
+            return None
+        exact = self.checkpoint.stack(names, sizes, (columns,), dtype=torch.float32, device="cpu")
+        return self._rounded(exact, names[0], bits)
+
+    def _rounded(self, weight: torch.Tensor, name: str, bits: int) -> QuantisedWeight:
+        if not weight.isfinite().all():
+            raise ConfigError(f"weight {name} holds what is no finite number, which {self.quantization} cannot round")
+        return quantise(weight.numpy(), bits)
 
     def _stack(self, names: Sequence[str], part: str, sizes: Sequence[int], tail: Sequence[int]) -> torch.Tensor:
         full_names = [f"{name}.{part}" for name in names]
-        return self.checkpoint.stack(full_names, sizes, tail, dtype=self.dtype, device=self.device)
+        return self._counted(self.checkpoint.stack(full_names, sizes, tail, dtype=self.dtype, device=self.device))
 
     def embedding_and_head(self, name: str, vocab_size: int, width: int, *, tied: bool) -> tuple[Embedding, Any]:
         """The token embedding [vocab_size, width] called `name`, and the prepared projection to the vocabulary.
@@ -89,10 +139,20 @@ class Loading:
         """
         if tied and name not in self.checkpoint and _HEAD in self.checkpoint:
             name = _HEAD
-        embedding = self.matrix(name, vocab_size, width)
-        if name != _HEAD and (not tied or _HEAD in self.checkpoint):
-            separate = self.matrix(_HEAD, vocab_size, width)
-            if not tied or not torch.equal(separate, embedding):
-                return partial(embedding.index_select, 0), self.ops.prepare_linear(separate, None)
-        head = self.ops.prepare_linear(embedding, None)
-        return lambda token_ids: self.ops.embedding(token_ids, head).to(self.dtype), head
+        separate = name != _HEAD and (not tied or _HEAD in self.checkpoint)
+        if separate and tied:
+            one, other = (
+                self.checkpoint.take(each, (vocab_size, width), dtype=self.dtype, device=self.device)
+                for each in (_HEAD, name)
+            )
+            separate = not torch.equal(one, other)
+        table = self._table(name, vocab_size, width)
+        head = self._table(_HEAD, vocab_size, width) if separate else table
+        return lambda token_ids: self.ops.embedding(token_ids, table).to(self.dtype), head
+
+    def _table(self, name: str, vocab_size: int, width: int) -> PreparedLinear:
+        """An embedding or a head. Rounded ones have 8 bits: every token's logits are only as good as they are."""
+        quantised = self._quantised((name,), (vocab_size,), width, None if self._bits is None else 8)
+        if quantised is not None:
+            return self._prepared(quantised)
+        return self.ops.prepare_linear(self.matrix(name, vocab_size, width), None)

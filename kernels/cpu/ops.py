@@ -16,12 +16,14 @@ from pagemill.kernels.cpu.jit import keep_compiled
 from pagemill.kernels.cpu.kernel_cache import Report
 from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, gather, prepare_linear
 from pagemill.kernels.cpu.plan import AttentionPlan, attention_plan
+from pagemill.kernels.cpu.quantised import QuantisedLinear, prepare_quantised
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
 from pagemill.kernels.decoder import DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
 from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
+from pagemill.kernels.quantised_weight import QuantisedWeight
 from pagemill.kernels.reference import ReferenceOps
 
 # A stored element of each type, from which the kernels take theirs: bfloat16 travels as uint16.
@@ -247,6 +249,11 @@ class CpuOps:
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
         return prepare_linear(weight, bias, self._arena, gated=True)
 
+    def prepare_quantised(
+        self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> QuantisedLinear:
+        return prepare_quantised(weight, bias, dtype, self._arena, gated=gated)
+
     def linear(self, x: torch.Tensor, prepared: TaskLinear) -> torch.Tensor:
         return apply(prepared, x, self._team)
 
@@ -258,8 +265,11 @@ class CpuOps:
     def logits(self, hidden: torch.Tensor, prepared: TaskLinear) -> torch.Tensor:
         return apply(prepared, hidden, self._team, matmul.FLOAT32)
 
-    def embedding(self, token_ids: torch.Tensor, prepared: CpuLinear) -> torch.Tensor:
-        return gather(prepared, token_ids, self._board(len(token_ids) * prepared.in_features))
+    def embedding(self, token_ids: torch.Tensor, prepared: CpuLinear | QuantisedLinear) -> torch.Tensor:
+        board = self._board(len(token_ids) * prepared.in_features)
+        if isinstance(prepared, QuantisedLinear):
+            return prepared.gather(token_ids, board)
+        return gather(prepared, token_ids, board)
 
     def compile_decoder(self, stack: DecoderStack, dtype: torch.dtype) -> CpuDecoder | None:
         return CpuDecoder(stack, self._team, _like(dtype), self._attention_plan) if can_run(stack, dtype) else None

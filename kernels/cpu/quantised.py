@@ -9,113 +9,105 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.kernels.cpu.quantised_matmul import look_up, multiply
-from pagemill.kernels.cpu.quantised_tile import MOST_FLOAT_ROWS, MOST_PAIR_ROWS, PANEL, STEP
+from pagemill.kernels.cpu.arena import Arena
+from pagemill.kernels.cpu.matmul import PANEL
+from pagemill.kernels.cpu.quantised_matmul import LOOK_UPS, WORKERS
+from pagemill.kernels.cpu.quantised_tile import STEP, Form
 from pagemill.kernels.cpu.simd import LANES
-from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.quantised_weight import QuantisedWeight
 
-# Bytes of a packed weight that one thread takes at a time: enough to make the taking cheap, little enough to share out.
-_BYTES_AT_ONCE = 32768
-_LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-_SCALES = {np.dtype(np.float16): np.uint16(0), np.dtype(np.float32): np.float32(0)}
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedLinear:
-    """A weight [out_features, in_features] in panels of blocks (see `quantised_tile`) and a bias, empty for none.
+    """A weight [out_features, in_features] in panels of blocks (see `quantised_tile`) and a bias: a `TaskLinear`.
 
-    data uint8 [panels, groups, block bytes]. form: values of the types of codes, scales and minima.
+    data uint8 [panels, groups, block bytes]. `gated`: gate and up, one above the other.
     """
 
     data: npt.NDArray[np.uint8]
-    bias: npt.NDArray[Any]
-    form: tuple[Any, Any, Any]
+    bias: npt.NDArray[np.float32]
+    record: npt.NDArray[np.int64]
+    form: Form
     in_features: int
     out_features: int
     dtype: torch.dtype
+    gated: bool
 
     @property
     def num_bytes(self) -> int:
         """Memory that the weight takes."""
         return self.data.nbytes
 
-    def apply(self, x: torch.Tensor, team: Team) -> torch.Tensor:
-        """x [T, in_features] -> [T, out_features] of the same dtype."""
-        if x.shape[-1] != self.in_features:
-            raise ValueError(f"expected {self.in_features} input features, got shape {tuple(x.shape)}")
-        if x.dtype != self.dtype:
-            return self.apply(x.to(self.dtype), team).to(x.dtype)
-        out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype)
-        if not x.shape[0]:
-            return out
-        x = x.contiguous()
-        panels, groups, block = self.data.shape
-        at_once = max(1, min(_BYTES_AT_ONCE // (groups * block), panels // (2 * team.threads)))
-        multiply(
-            team.board(),
-            at_once,
-            MOST_PAIR_ROWS if self.dtype == torch.bfloat16 else MOST_FLOAT_ROWS,
-            x.data_ptr(),
-            x.shape[0],
-            self.in_features,
-            self.data.reshape(-1),
-            groups,
-            block,
-            *self.form,
-            self.bias,
-            out.data_ptr(),
-            self.out_features,
-        )
-        return out
+    def worker(self) -> int:
+        return WORKERS[self.form]()
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows ids int64 [T], dequantised: [T, in_features] of the linear's dtype. Raises IndexError on others."""
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
-            raise IndexError(f"rows must lie in 0 .. {self.out_features - 1}, got {int(ids.min())} .. {int(ids.max())}")
-        ids = ids.contiguous()
+    def gather(self, token_ids: torch.Tensor, board: int) -> torch.Tensor:
+        """Rows token_ids int64 [T] of the weight, dequantised: [T, in_features]."""
+        ids = token_ids.contiguous().numpy()
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.out_features:
+            raise IndexError(f"ids must lie in 0 .. {self.out_features - 1}, got {ids.min()} .. {ids.max()}")
         out = torch.empty((len(ids), self.in_features), dtype=self.dtype)
-        _, groups, block = self.data.shape
-        code, scale, minimum = self.form
-        look_up(
-            ids.data_ptr(),
-            len(ids),
-            self.data.reshape(-1),
-            groups,
-            block,
-            4 if isinstance(code, np.uint8) else 8,
-            scale,
-            scale.itemsize,
-            not isinstance(minimum, np.bool_),
-            self.in_features,
-            out.data_ptr(),
-            _LIKE[self.dtype],
-        )
+        LOOK_UPS[self.form](board, self.record.ctypes.data, ids.ctypes.data, len(ids), out.data_ptr())
         return out
 
 
-def prepare_quantised(weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> QuantisedLinear:
-    """Pack a weight for activations of `dtype`, float32 or bfloat16. Its groups must be a multiple of 8 long."""
-    if dtype not in _LIKE:
+def prepare_quantised(
+    weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, arena: Arena, *, gated: bool = False
+) -> QuantisedLinear:
+    """Pack a weight for activations of `dtype`, float32 or bfloat16. Its groups must be a multiple of 8 long.
+
+    gated: its halves are gate and up, each of which begins on a panel.
+    """
+    if dtype not in _DTYPES:
         raise ValueError(f"the CPU kernels take float32 and bfloat16, got {dtype}")
-    features, width = weight.shape
     if weight.group % STEP:
         raise ValueError(f"groups must be a multiple of {STEP} long, got {weight.group}")
-    panels = -(-features // PANEL)
-    parts = [_packed_codes(weight, panels), _packed_scales(weight.scale, panels)]
-    if weight.minimum is not None:
-        parts.append(_packed_scales(weight.minimum, panels))
-    data = np.concatenate(parts, axis=2)
-    scale = _SCALES[weight.scale.dtype]
-    form = (
-        np.uint8(0) if weight.bits == 4 else np.int8(0),
-        scale,
-        np.bool_(False) if weight.minimum is None else scale,
+    features, width = weight.shape
+    form = Form(
+        nibbles=weight.bits == 4,
+        half=weight.scale.dtype == np.float16,
+        has_minimum=weight.minimum is not None,
+        stored_pairs=dtype == torch.bfloat16,
     )
-    added = torch.zeros(0) if bias is None else bias.detach()
-    added = added.to(dtype, copy=True)
-    stored = (added.view(torch.uint16) if dtype == torch.bfloat16 else added).numpy()
-    return QuantisedLinear(data, stored, form, width, features, dtype)
+    sections = 2 if gated else 1
+    section, groups = features // sections, width // weight.group
+    panels = -(-section // PANEL)
+    codes = weight.group // STEP * form.step_bytes
+    block = codes + PANEL * form.scale_bytes * (1 + form.has_minimum)
+    data = arena.empty((sections * panels, groups, block), np.uint8)
+    added = np.zeros((sections * panels if bias is not None else 1, PANEL), np.float32)
+    for index in range(sections):
+        part = weight.take(slice(index * section, (index + 1) * section))
+        _pack(part, data[index * panels : (index + 1) * panels], codes)
+        if bias is not None:
+            flat = added[index * panels : (index + 1) * panels].reshape(-1)
+            flat[:section] = bias.detach()[index * section : (index + 1) * section].float().numpy()
+    record = np.array(
+        [
+            data.ctypes.data,
+            width,
+            groups,
+            block,
+            section,
+            sections,
+            added.ctypes.data,
+            0 if bias is None else added[0].nbytes,
+        ],
+        np.int64,
+    )
+    return QuantisedLinear(data, added, record, form, width, features, dtype, gated)
+
+
+def _pack(weight: QuantisedWeight, data: npt.NDArray[np.uint8], codes: int) -> None:
+    """Rows of a weight into the panels of a section, zeros behind them."""
+    panels = len(data)
+    data[:, :, :codes] = _packed_codes(weight, panels)
+    scales = _packed_scales(weight.scale, panels)
+    data[:, :, codes : codes + scales.shape[2]] = scales
+    if weight.minimum is not None:
+        data[:, :, codes + scales.shape[2] :] = _packed_scales(weight.minimum, panels)
 
 
 def _padded(values: npt.NDArray[Any], panels: int) -> npt.NDArray[Any]:

@@ -17,6 +17,7 @@ from pagemill.kernels.decoder import DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
+from pagemill.kernels.quantised_weight import QuantisedWeight
 from pagemill.kernels.reference import ReferenceOps
 from pagemill.kernels.triton.attention import merge_parts_kernel, paged_attention_kernel
 from pagemill.kernels.triton.configs import (
@@ -256,6 +257,11 @@ class TritonOps:
 
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseLinear:
         return DenseLinear(weight, bias)
+
+    def prepare_quantised(
+        self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> DenseLinear:
+        raise ValueError("products with quantised weights are built for the CPU only")
 
     def gated_linear(self, x: torch.Tensor, prepared: DenseLinear) -> torch.Tensor:
         return self.silu_and_mul(self.linear(x, prepared))

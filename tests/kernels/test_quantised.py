@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pagemill.kernels.cpu.ops import CpuOps
-from pagemill.kernels.cpu.quantised import prepare_quantised
 from pagemill.kernels.quantised_weight import GROUP, QuantisedWeight, can_quantise, quantise, stack
 from tests.kernels.paged import distance
 
@@ -50,7 +49,7 @@ def test_products_and_rows_are_those_of_the_dequantised_weight(
         weight = invented(bits, has_minimum, dtype, group, features, width)
         values = torch.from_numpy(weight.dequantise())
         bias = torch.randn(features).to(activations) if rows != 3 else None
-        prepared = prepare_quantised(weight, bias, activations)
+        prepared = cpu.prepare_quantised(weight, bias, activations)
         assert (prepared.in_features, prepared.out_features) == (width, features)
         x = torch.randn(rows, width).to(activations)
         actual = cpu.linear(x, prepared)
@@ -62,25 +61,25 @@ def test_products_and_rows_are_those_of_the_dequantised_weight(
                 "bits depend on the batch"
             )
         ids = torch.tensor([features - 1, 0, features // 2, 0])
-        assert torch.equal(prepared.rows(ids), values[ids].to(activations))
+        assert torch.equal(cpu.embedding(ids, prepared), values[ids].to(activations))
 
 
 def test_products_of_other_shapes_and_rows_that_are_not_there(cpu: CpuOps) -> None:
-    prepared = prepare_quantised(quantise(np.ones((40, 64), np.float32), 8), None, torch.bfloat16)
+    prepared = cpu.prepare_quantised(quantise(np.ones((40, 64), np.float32), 8), None, torch.bfloat16)
     assert cpu.linear(torch.zeros(0, 64, dtype=torch.bfloat16), prepared).shape == (0, 40)
     assert cpu.linear(torch.ones(2, 64), prepared).dtype == torch.float32
     with pytest.raises(ValueError, match="expected 64 input features"):
         cpu.linear(torch.ones(2, 32), prepared)
     for ids in ([40], [-1], [0, 2**40]):
-        with pytest.raises(IndexError, match=r"rows must lie in 0 \.\. 39"):
-            prepared.rows(torch.tensor(ids))
-    assert prepared.rows(torch.zeros(0, dtype=torch.int64)).shape == (0, 64)
+        with pytest.raises(IndexError, match=r"ids must lie in 0 \.\. 39"):
+            cpu.embedding(torch.tensor(ids), prepared)
+    assert cpu.embedding(torch.zeros(0, dtype=torch.int64), prepared).shape == (0, 64)
     with pytest.raises(ValueError, match="float32 and bfloat16"):
-        prepare_quantised(quantise(np.ones((40, 64), np.float32), 8), None, torch.float16)
+        cpu.prepare_quantised(quantise(np.ones((40, 64), np.float32), 8), None, torch.float16)
 
 
 def test_activations_that_are_no_numbers_stay_so_in_their_row_alone(cpu: CpuOps) -> None:
-    prepared = prepare_quantised(invented(4, True, np.float16, 32, 96, 64), None, torch.bfloat16)
+    prepared = cpu.prepare_quantised(invented(4, True, np.float16, 32, 96, 64), None, torch.bfloat16)
     x = torch.randn(9, 64).bfloat16()
     clean = cpu.linear(x, prepared)
     x[4, 40] = float("nan")
