@@ -31,6 +31,7 @@ from pagemill.kernels.cpu.attention_tiles import (
     make_packed_tile,
     make_score_tile,
     make_value_tile,
+    stand_alone,
     weave_rows,
 )
 from pagemill.kernels.cpu.isa import LANES, WIDE_REGISTERS
@@ -190,6 +191,7 @@ def _weigh_rows(
     like: Any,
 ) -> None:
     """Weights of the rows of one head from their scores."""
+    stand_alone()
     for row in range(rows):
         position = token_rows[tokens[first_entry + (first_row + row) // group], ROW_POSITION]
         begin, end = _seen(position, segment, window)
@@ -216,6 +218,7 @@ def _keep_rows(
     whole_sums: int,
 ) -> None:
     """Put a segment's results of one head's rows where they are wanted: into a list of parts, or joined to a whole."""
+    stand_alone()
     for row in range(rows):
         token = tokens[item[ITEM_FIRST] + (first_row + row) // group]
         begin, end = _seen(token_rows[token, ROW_POSITION], segment, window)
@@ -535,6 +538,7 @@ def _join_parts(
     out: int,
     like: Any,
 ) -> None:
+    stand_alone()
     size = _PART_HEADER + 4 * columns
     stats, whole = vector(part, 2, _ZERO), vector(sums, columns, _ZERO)
     for head in range(heads):
@@ -562,6 +566,7 @@ def _pack_values(
     like: Any,
 ) -> None:
     """Weave the values of one head's tokens low <= token < high of a segment; half a pair is woven with itself."""
+    stand_alone()
     row_bytes = dim * element_size(like)
     token = low
     block, offset = divmod(segment * SEGMENT + low, block_size)
@@ -588,6 +593,7 @@ def _pack_keys(
     low: int, high: int, segment: int, table: Any, block_size: int, keys: int, block_bytes: int, words: int, packed: int
 ) -> None:
     """Copy the keys of one head's tokens of a segment to [words][SEGMENT], for blocks without whole vectors."""
+    stand_alone()
     token = low
     block, offset = divmod(segment * SEGMENT + low, block_size)
     while token < high:
