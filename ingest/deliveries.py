@@ -78,6 +78,11 @@ class Delivery:
         """What every log line that concerns it has."""
         return {"hook": self.delivery_id, "request_id": self.request_id, "tenant": self.tenant}
 
+    @property
+    def place(self) -> str:
+        """The URL for the log: what stands behind the path is often a secret."""
+        return self.url.partition("?")[0]
+
     def payload(self) -> bytes:
         """The body of the POST: the same bytes at every try."""
         at = datetime.fromtimestamp(self.created / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import TYPE_CHECKING
 
 import structlog
@@ -15,6 +16,10 @@ from pagemill.ingest.redis import Backoff, is_unavailable
 
 if TYPE_CHECKING:
     from pagemill.ingest.subscription import Subscription
+
+# A step of an engine tells something to all of its requests at once. So many readers are woken before whoever else the
+# process serves has a turn.
+TURN = 16
 
 _log = structlog.get_logger(__name__)
 
@@ -90,10 +95,12 @@ class Feed:
             async with self._lock:
                 await listener.subscribe(*self._channels)
                 self._listener, self._was_up = listener, True
-            while True:
+            for number in itertools.count(1):
                 kind, channel, data = await listener.next()
                 backoff.reset()
                 self._route(kind, channel, data)
+                if number % TURN == 0:
+                    await asyncio.sleep(0)
         finally:
             # First, and without a wait: whoever subscribes from now on waits for the next connection.
             self._listener = None

@@ -14,7 +14,7 @@ function make(kind, name, text) {
 }
 
 const number = (value, digits = 0) =>
-  typeof value === "number" ? value.toLocaleString("en", { maximumFractionDigits: digits }) : "–";
+  Number.isFinite(value) ? value.toLocaleString("en", { maximumFractionDigits: digits }) : "–";
 const share = (part, whole) => (whole ? number((100 * part) / whole, 1) + " %" : "–");
 
 function say(text, wrong = false) {
@@ -60,9 +60,9 @@ function showQueue(name, queue) {
     ["running", number(sum("running"))],
     ["waiting in engines", number(sum("waiting"))],
     ["tokens/s", number(tokens, 1)],
-    ["queued, high", number(queue.outstanding.high)],
-    ["queued, normal", number(queue.outstanding.normal)],
-    ["queued, batch", number(queue.outstanding.batch)],
+    ["unfinished, high", number(queue.outstanding.high)],
+    ["unfinished, normal", number(queue.outstanding.normal)],
+    ["unfinished, batch", number(queue.outstanding.batch)],
     ["to be retried", number(queue.delayed)],
     ["completed", number(queue.counters.completed || 0)],
     ["failed", number((queue.counters.failed || 0) + (queue.counters.expired || 0))],

@@ -168,7 +168,7 @@ class Dispatcher:
             try:
                 await self._deliveries.disable(delivery.url, "410 gone", int(time.time() * 1000), limit=MAX_OFF)
             except (RedisError, OSError) as error:
-                _log.warning("a URL could not be turned off", **delivery.names, url=delivery.url, reason=str(error))
+                _log.warning("a URL could not be turned off", **delivery.names, url=delivery.place, reason=str(error))
                 return  # the lease runs out, and the receiver says so again
         await self._insist(self._verdict(delivery, lease, outcome), delivery)
         self.delivered += outcome.is_delivered
@@ -183,10 +183,10 @@ class Dispatcher:
             return settle(delivery, lease, "delivered", status=status)
         log = log.bind(reason=error)
         if outcome.blocked:
-            log.warning("webhook blocked", url=delivery.url)
+            log.warning("webhook blocked", url=delivery.place)
             return settle(delivery, lease, "blocked", error=error)
         if status == GONE:
-            log.warning("webhook's receiver is gone, nothing is sent there any more", url=delivery.url)
+            log.warning("webhook's receiver is gone, nothing is sent there any more", url=delivery.place)
             return settle(delivery, lease, "dead", status=status, error=error)
         delay_s = next_delay_s(self._config.delays, delivery.tries + 1, outcome.retry_after_s)
         if delay_s is None:

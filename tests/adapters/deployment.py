@@ -104,22 +104,29 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployed(redis_url: str, folder: Path, **settings: Any) -> AsyncIterator[Deployment]:
-    """A server's deployment, without gateways or engines at first. `settings` are those of the engines' queue."""
+async def engine_host(redis_url: str, folder: Path) -> AsyncIterator[EngineHost]:
+    """What engines are started from. They find an engine dead after a second."""
     model, logs = folder / "model", folder / "logs"
     logs.mkdir()
     await asyncio.to_thread(make_model, model)
     (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    given = {"redis_url": redis_url, "heartbeat_timeout_s": 1.0, "poll_ms": 50, "block_ms": 100, **settings}
-    async with (
-        EngineHost(model, logs, given) as host,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
-    ):
+    settings = {"redis_url": redis_url, "heartbeat_timeout_s": 1.0, "poll_ms": 50, "block_ms": 100}
+    async with EngineHost(model, logs, settings) as host:
+        yield host
+
+
+@asynccontextmanager
+async def deployed(redis_url: str, host: EngineHost) -> AsyncIterator[Deployment]:
+    """A server's deployment, without gateways or engines at first; at its end none is left."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         deployment = Deployment(redis_url, host, session)
         try:
             yield deployment
         finally:
             await asyncio.gather(*(role.kill() for role in deployment.gateways))
+            for engine in host.alive:
+                engine.kill()
+                await engine.ended.wait()
 
 
 async def events_of(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

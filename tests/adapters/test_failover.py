@@ -4,26 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
+import orjson
 import pytest
 
+from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.redis import connect_commands
-from tests.adapters.deployment import Deployment, Role, deployed, events_of
+from tests.adapters.deployment import Deployment, Role, deployed, engine_host, events_of
+from tests.chaos.engines import EngineHost
 
 TAG = "pm:{default.0}"
 BODY: dict[str, Any] = {"prompt": "a queue is", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "flush_ms": 0}
 STEP_MS = 30
 
 
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def run(loop: asyncio.Runner) -> Any:
+    return loop.run
+
+
+@pytest.fixture(scope="module")
+def host(
+    loop: asyncio.Runner, valkey: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineHost]:
+    made = engine_host(valkey.url, tmp_path_factory.mktemp("engines"))
+    yield loop.run(made.__aenter__())
+    loop.run(made.__aexit__(None, None, None))
+
+
 @asynccontextmanager
-async def two_and_two(redis_url: str, folder: Path) -> AsyncIterator[tuple[Deployment, Role, Role]]:
-    async with deployed(redis_url, folder) as deployment:
+async def two_and_two(redis_url: str, host: EngineHost) -> AsyncIterator[tuple[Deployment, Role, Role]]:
+    async with deployed(redis_url, host) as deployment:
         first, second, *_ = await asyncio.gather(
             deployment.gateway("--heartbeat-timeout-s", "1"),
             deployment.gateway("--heartbeat-timeout-s", "1"),
@@ -44,9 +66,9 @@ def joined(events: list[dict[str, Any]]) -> str:
     return "".join(event["text"] for event in events if event["type"] == "delta")
 
 
-def test_streams_go_on_at_the_other_gateway_and_the_other_engine(run: Any, redis_url: str, tmp_path: Path) -> None:
+def test_streams_go_on_at_the_other_gateway_and_the_other_engine(run: Any, redis_url: str, host: EngineHost) -> None:
     async def scenario() -> None:
-        async with two_and_two(redis_url, tmp_path) as (deployment, first, second):
+        async with two_and_two(redis_url, host) as (deployment, first, second):
             session = deployment.session
             text = await whole_text(deployment, first)
 
@@ -99,11 +121,11 @@ def test_streams_go_on_at_the_other_gateway_and_the_other_engine(run: Any, redis
     run(scenario())
 
 
-def test_a_retry_with_an_idempotency_key_finds_its_answer(run: Any, redis_url: str, tmp_path: Path) -> None:
+def test_a_retry_with_an_idempotency_key_finds_its_answer(run: Any, redis_url: str, host: EngineHost) -> None:
     """OpenAI's client behind a balancer that leads to the gateway that lives; the one with its request is killed."""
 
     async def scenario() -> None:
-        async with two_and_two(redis_url, tmp_path) as (deployment, first, second):
+        async with two_and_two(redis_url, host) as (deployment, first, second):
             text = await whole_text(deployment, second)
             before = await counted(redis_url, "submitted")
             async with balancer(first, second) as (port, taken):
@@ -131,9 +153,9 @@ def test_a_retry_with_an_idempotency_key_finds_its_answer(run: Any, redis_url: s
     run(scenario())
 
 
-def test_whose_client_or_gateway_is_gone_is_stopped(run: Any, redis_url: str, tmp_path: Path) -> None:
+def test_whose_client_or_gateway_is_gone_is_stopped(run: Any, redis_url: str, host: EngineHost) -> None:
     async def scenario() -> None:
-        async with two_and_two(redis_url, tmp_path) as (deployment, first, second):
+        async with two_and_two(redis_url, host) as (deployment, first, second):
             body = {**BODY, "max_tokens": 200, "stream": True}
             # The client leaves: what is under way then is one step, and the cancellation's own way takes another.
             async with deployment.session.post(f"{first.url}/v1/completions", json=body) as answer:
@@ -158,11 +180,11 @@ def test_whose_client_or_gateway_is_gone_is_stopped(run: Any, redis_url: str, tm
     run(scenario())
 
 
-def test_readiness_follows_the_steps(run: Any, redis_url: str, tmp_path: Path) -> None:
+def test_readiness_follows_the_steps(run: Any, redis_url: str, host: EngineHost) -> None:
     """A frozen engine keeps its connections and its process; what stops is its steps."""
 
     async def scenario() -> None:
-        async with deployed(redis_url, tmp_path) as deployment:
+        async with deployed(redis_url, host) as deployment:
             gateway = await deployment.gateway("--heartbeat-timeout-s", "1")
 
             async def until_ready(status: int) -> dict[str, Any]:
@@ -254,8 +276,6 @@ async def counted(redis_url: str, name: str) -> int:
 
 async def tokens_of(redis_url: str, request_id: str) -> int:
     """How many tokens of a request were published."""
-    import orjson
-
     found = await asked(redis_url, "XRANGE", f"{TAG}:ev:{request_id}", "-", "+")
     events = [orjson.loads(fields[1] if isinstance(fields, list) else fields[b"e"]) for _, fields in found]
     return sum(event["count"] for event in events if event["type"] == "delta")
