@@ -17,6 +17,7 @@ from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys, ShardKeys
 from pagemill.ingest.redis import Client
+from pagemill.ingest.schema import DEFAULT_TENANT
 
 TTL_MS = 604_800_000
 PAGE = 100
@@ -58,7 +59,7 @@ class Delivery:
             shard,
             name,
             request_id=text(b"request"),
-            tenant=text(b"tenant") or "default",
+            tenant=text(b"tenant") or DEFAULT_TENANT,
             type=text(b"type"),
             url=text(b"url"),
             secret=text(b"secret"),
@@ -137,6 +138,7 @@ class DeadDelivery:
     letter_id: str
     delivery_id: str
     request_id: str
+    tenant: str
     type: str
     url: str
     reason: str
@@ -191,6 +193,7 @@ class Deliveries:
                         letter_id.decode(),
                         delivery_id=told["hook"],
                         request_id=told["request"],
+                        tenant=told.get("tenant", DEFAULT_TENANT),
                         type=told["type"],
                         url=told["url"],
                         reason=told["reason"],

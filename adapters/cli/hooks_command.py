@@ -63,13 +63,17 @@ async def _run(args: argparse.Namespace, queue: QueueConfig) -> int:
 async def _list(deliveries: Deliveries, args: argparse.Namespace) -> int:
     rows = 0
     async for delivery in deliveries.pending():
+        if args.tenant not in (None, delivery.tenant):
+            continue
         rows += 1
         what = "sending" if delivery.leased else delivery.state
         _row(args, delivery.delivery_id, what, delivery.due or 0, delivery)
     async for letter in deliveries.dead():
+        if args.tenant not in (None, letter.tenant):
+            continue
         rows += 1
         _row(args, letter.delivery_id, letter.reason, letter.dead_at_ms, letter)
-    for url, why in sorted((await deliveries.disabled()).items()):
+    for url, why in sorted((await deliveries.disabled()).items()) if args.tenant is None else ():
         rows += 1
         since, _, reason = why.partition(" ")
         if args.json:
@@ -84,13 +88,17 @@ async def _list(deliveries: Deliveries, args: argparse.Namespace) -> int:
 def _row(args: argparse.Namespace, name: str, what: str, at_ms: int, item: Any) -> None:
     status = int(item.status) if item.status.isdigit() else None
     if args.json:
-        shown = {"hook": name, "state": what, "request": item.request_id, "type": item.type, "url": item.url}
-        print(orjson.dumps({**shown, "at": at_ms, "tries": item.tries, "status": status, "error": item.error}).decode())
+        shown = {"hook": name, "state": what, "request": item.request_id, "tenant": item.tenant, "type": item.type}
+        shown |= {"url": item.url, "at": at_ms}
+        print(orjson.dumps({**shown, "tries": item.tries, "status": status, "error": item.error}).decode())
         return
     error = item.error if len(item.error) <= CUT else item.error[: CUT - 3] + "..."
     told = f" {item.status} {error}".rstrip() if item.status or error else ""
     print(
-        _harmless(f"{name} {what:<9} {_time(at_ms)} tries {item.tries} {item.type} {item.request_id} {item.url}{told}")
+        _harmless(
+            f"{name} {what:<9} {_time(at_ms)} tries {item.tries} {item.type} {item.request_id} of {item.tenant} "
+            f"{item.url}{told}"
+        )
     )
 
 
@@ -98,7 +106,7 @@ async def _retry(deliveries: Deliveries, args: argparse.Namespace) -> int:
     wanted = set(args.ids)
     failed = 0
     async for letter in deliveries.dead():
-        if not args.all and letter.delivery_id not in wanted:
+        if not (args.all and args.tenant in (None, letter.tenant)) and letter.delivery_id not in wanted:
             continue
         wanted.discard(letter.delivery_id)
         try:

@@ -343,6 +343,8 @@ def _webhooks(commands: Any) -> None:
         elif name == "retry":
             action.add_argument("ids", nargs="*", metavar="ID", help="webhooks' ids, as `list` shows them")
             action.add_argument("--all", action="store_true", help="all of them")
+        if name in ("list", "retry"):
+            action.add_argument("--tenant", metavar="NAME", help="only those of one tenant (retry: with --all)")
         elif name == "rotate-secret":
             action.add_argument("name", nargs="?", default="default", help="the secret's name (default)")
             action.add_argument("--keep-h", type=float, default=24.0, metavar="H", help="hours for the old one (24)")

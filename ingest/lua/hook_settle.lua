@@ -26,8 +26,8 @@ if state == 'delivered' then
   redis.call('HDEL', KEYS[2], 'data')
   redis.call('PEXPIRE', KEYS[2], DELIVERED_TTL_MS)
 else
-  local r = redis.call('HMGET', KEYS[2], 'request', 'type', 'url', 'tries')
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', 10000, '*', 'hook', ARGV[1], 'request', r[1], 'type', r[2], 'url', r[3],
-    'reason', state, 'tries', r[4], 'status', ARGV[5], 'error', ARGV[6])
+  local r = redis.call('HMGET', KEYS[2], 'request', 'type', 'url', 'tries', 'tenant')
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', 10000, '*', 'hook', ARGV[1], 'request', r[1], 'tenant', r[5] or 'default',
+    'type', r[2], 'url', r[3], 'reason', state, 'tries', r[4], 'status', ARGV[5], 'error', ARGV[6])
 end
 return 'ok'

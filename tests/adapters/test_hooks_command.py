@@ -46,6 +46,8 @@ def test_the_outbox_is_listed_and_what_was_given_up_is_sent_again(
     assert status == 0 and name.startswith("msg_") and " waiting " in out and out.rstrip().endswith(blocked)
     row = orjson.loads(hooks("list", "--json")[1])
     assert (row["hook"], row["state"], row["request"], row["tries"]) == (name, "waiting", "r0", 0)
+    assert row["tenant"] == "default" and hooks("list", "--tenant", "default")[1] == out
+    assert hooks("list", "--json", "--tenant", "other") == (0, "", "")
 
     command = [sys.executable, "-m", "pagemill", "webhooks", *queue, "--webhook-secrets", str(secrets)]
     command += ["--webhook-allow", "127.0.0.1", "--webhook-poll-ms", "20"]
@@ -66,6 +68,7 @@ def test_the_outbox_is_listed_and_what_was_given_up_is_sent_again(
         run(scenario())
         _, out, _ = hooks("list")
         assert f"{name} blocked" in out and "not public" in out
+        assert hooks("list", "--tenant", "other")[1] == "" and hooks("retry", "--all", "--tenant", "other")[1] == ""
         assert hooks("retry", name) == (0, f"{name}: is sent again\n", "")
         assert hooks("disable", blocked)[0] == 0
         deadline = time.monotonic() + 20

@@ -421,6 +421,35 @@ def test_the_synchronous_client(queue_config: QueueConfig, run: Run) -> None:
     run(scenario())
 
 
+def test_a_burst_of_events_leaves_turns_to_others(queue_config: QueueConfig, run: Run) -> None:
+    """An engine tells of all its requests at once; whoever else the process serves does not wait for all of it."""
+    turns, taken, count = 0, [], 640
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        async with AsyncClient(queue_config) as client:
+            subscription: Any = await client.follow("a", after=0, expected=True)
+            async with asyncio.timeout(5):
+                await subscription._confirmed.wait()
+            subscription.deliver = lambda seq, data: taken.append(turns)
+            task = asyncio.create_task(others())
+            publish = "for n = 1, ARGV[1] do redis.call('PUBLISH', KEYS[1], n .. ' {}') end"
+            await client._redis.execute_command("EVAL", publish, 1, subscription.channel, count)
+            async with asyncio.timeout(5):
+                while len(taken) < count:
+                    await asyncio.sleep(0.01)
+            task.cancel()
+            await subscription.aclose()
+        assert len(set(taken)) >= count // 16 - 1
+
+    run(scenario())
+
+
 def test_the_synchronous_client_after_a_fork(queue_config: QueueConfig) -> None:
     script = """
 import os, sys
