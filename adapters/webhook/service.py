@@ -17,12 +17,14 @@ _log = structlog.get_logger(__name__)
 
 
 class WebhookService:
-    """Sends webhooks with a connection of its own. Raises `ConfigError` where the file of secrets is no good."""
+    """Sends webhooks with a connection of its own, once. Raises `ConfigError` where the file of secrets or the list of
+    what is allowed is no good."""
 
     def __init__(self, queue: QueueConfig, config: WebhookConfig) -> None:
         self._queue = queue
         self._config = config
         self.store = SecretStore(config.webhook_secrets)
+        self._sender = Sender(config)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Send until `stopping` is set; what is under way then ends first, within a try's time. Waits for a Redis that
@@ -31,7 +33,7 @@ class WebhookService:
         try:
             if not await wait_for_server(client, self._queue.redis_url, stopping):
                 return
-            async with Sender(self._config) as sender:
+            async with self._sender as sender:
                 dispatcher = Dispatcher(client, self._queue, self._config, sender, self.store)
                 serving = asyncio.create_task(dispatcher.run())
                 waiting = asyncio.create_task(stopping.wait())
