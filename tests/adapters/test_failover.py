@@ -44,12 +44,14 @@ def host(
 
 
 @asynccontextmanager
-async def two_and_two(redis_url: str, host: EngineHost) -> AsyncIterator[tuple[Deployment, Role, Role]]:
+async def two_and_two(
+    redis_url: str, host: EngineHost, step_ms: int = STEP_MS
+) -> AsyncIterator[tuple[Deployment, Role, Role]]:
     async with deployed(redis_url, host) as deployment:
         first, second, *_ = await asyncio.gather(
             deployment.gateway("--heartbeat-timeout-s", "1"),
             deployment.gateway("--heartbeat-timeout-s", "1"),
-            *(deployment.host.start(device_ms=STEP_MS) for _ in range(2)),
+            *(deployment.host.start(device_ms=step_ms) for _ in range(2)),
         )
         await deployment.until(first, lambda engines: len(engines) == 2)
         yield deployment, first, second
@@ -155,7 +157,7 @@ def test_a_retry_with_an_idempotency_key_finds_its_answer(run: Any, redis_url: s
 
 def test_whose_client_or_gateway_is_gone_is_stopped(run: Any, redis_url: str, host: EngineHost) -> None:
     async def scenario() -> None:
-        async with two_and_two(redis_url, host) as (deployment, first, second):
+        async with two_and_two(redis_url, host, step_ms=150) as (deployment, first, second):
             body = {**BODY, "max_tokens": 200, "stream": True}
             # The client leaves: what is under way then is one step, and the cancellation's own way takes another.
             async with deployment.session.post(f"{first.url}/v1/completions", json=body) as answer:
@@ -174,7 +176,7 @@ def test_whose_client_or_gateway_is_gone_is_stopped(run: Any, redis_url: str, ho
             name = chunks[0]["id"].removeprefix("cmpl-")
             fields = await until_ended(redis_url, name)
             assert fields["state"] == "cancelled"
-            assert await tokens_of(redis_url, name) < 120, "stopped by its lease, not at its end"
+            assert await tokens_of(redis_url, name) < 60, "stopped by its lease, not at its end"
             await deployment.until_idle(second)
 
     run(scenario())

@@ -265,7 +265,7 @@ def test_a_tenant_with_many_dead_receivers_slows_only_itself(
     dead = 150
     names = ",".join(f"dead{number}.example" for number in range(dead))
     config = settings(
-        webhook_allow=f"127.0.0.1,{names}", webhook_concurrency=32, webhook_tenant_concurrency=8, webhook_timeout_s=3.0
+        webhook_allow=f"127.0.0.1,{names}", webhook_concurrency=32, webhook_tenant_concurrency=8, webhook_timeout_s=4.0
     )
 
     async def scenario() -> None:
@@ -276,7 +276,7 @@ def test_a_tenant_with_many_dead_receivers_slows_only_itself(
             begun = time.monotonic()
             async with dispatching(queue_config, config, secrets, here):
                 await healthy.wait_for(20)
-                assert time.monotonic() - begun < 2.5, "less than the time of one dead try"
+                assert time.monotonic() - begun < 3.5, "less than the time of one dead try"
                 await hanging.wait_for(8)
                 assert len(hanging.seen) == 8
         client = connect_commands(queue_config.redis_url, "test")
