@@ -125,6 +125,19 @@ class Transcript:
         elif kind == "done":
             self.done = item
 
+    def take_if_next(self, data: bytes) -> bool:
+        """Take a stored event in, if it is the one that follows and goes on where those before it end."""
+        try:
+            item = orjson.loads(data)
+            if item["seq"] != self.seq + 1:
+                return False
+            if item["type"] == "delta" and not self.choice(item["index"]).continues(item):
+                return False
+            self.add(item)
+        except (orjson.JSONDecodeError, LookupError, TypeError, ValueError, struct.error):
+            return False
+        return True
+
     @classmethod
     def of(cls, items: Iterable[Mapping[str, Any]]) -> Transcript:
         transcript = cls()

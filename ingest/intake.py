@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import orjson
 import structlog
 from redis.exceptions import RedisError
 
@@ -135,21 +134,29 @@ class Intake:
         return live
 
     async def recall(self, live: LiveRequest) -> None:
-        """Read what earlier engines have published of a request. Raises `request_lost` where a part is missing."""
+        """Read what earlier engines have published of a request. Where a part has been lost it goes on from what fits
+        together before it, and what was told beyond that is compared with what it generates now."""
         key = live.entry.shard.events(live.request_id)
         items: Any = await self._insist(lambda: self._client.xrange(key))
-        recalled = [fields[b"e"] for _, fields in items]
+        recalled: list[bytes] = []
         transcript = Transcript()
-        for data in recalled:
-            item = orjson.loads(data)
-            if item["seq"] != transcript.seq + 1:
+        for _, fields in items:
+            if len(recalled) == live.begun.seq or not transcript.take_if_next(fields.get(b"e", b"")):
                 break
-            if item["type"] == "delta" and not transcript.choice(item["index"]).continues(item):
-                raise RequestError("request_lost", f"event {item['seq']} does not go on where the ones before it end")
-            transcript.add(item)
-        if transcript.seq != live.begun.seq:
-            raise RequestError("request_lost", "some of the request's events were lost, it cannot go on")
-        live.transcript, live.recalled = transcript, recalled
+            recalled.append(fields[b"e"])
+        expected = live.begun.seq
+        live.recall(transcript, recalled)
+        if len(recalled) == expected == len(items):
+            return
+        _log.warning(
+            "events were lost, the request goes on from those before",
+            request_id=live.request_id,
+            told=expected,
+            kept=len(recalled),
+        )
+        call = scripts.rewind(live.entry.shard, live.request_id, self._owner, live.begun.attempt, len(recalled))
+        if await self._insist(lambda: scripts.run_one(self._client, call)) != b"ok":
+            raise RequestError("request_lost", "another engine has the request")
 
     async def bury(self, entry: Entry, problem: UnreadableEntry) -> None:
         """Move an entry to the dead letters."""

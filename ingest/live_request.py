@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -19,9 +19,10 @@ from pagemill.ingest import scripts
 from pagemill.ingest.callback import STARTED, Callback, end_event
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
-from pagemill.ingest.events import ChoiceTranscript, State, Transcript, event
+from pagemill.ingest.events import ChoiceTranscript, State, Transcript, event, extend_chain
 from pagemill.ingest.placement import Beginning
 from pagemill.ingest.schema import DEFAULT_TENANT, RequestBody
+from pagemill.ingest.told import Told, read_told, write_told
 
 UNWATCHED_S = 1.0
 MAX_HOOK_TEXT = 65_536  # characters of text that a webhook carries; the result has all
@@ -82,6 +83,7 @@ class LiveRequest:
     _logprobs: defaultdict[int, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list), init=False)
     _prompt_logprobs: list[dict[str, Any] | None] | None = field(default=None, init=False)
     _text: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _untold: dict[int, Told] = field(default_factory=dict, init=False)
     _final_events: int = field(default=0, init=False)
     _started_seq: int = field(default=0, init=False)
 
@@ -112,6 +114,16 @@ class LiveRequest:
     def has_tokens(self) -> bool:
         """Whether a token has been generated, published or not."""
         return bool(self._token_ids) or any(choice.token_ids for choice in self.choices)
+
+    def recall(self, transcript: Transcript, events: list[bytes]) -> None:
+        """Go on from these events of earlier engines. If there were more, their readers may have them: what is
+        generated anew is only told when it is known to be the same, or with a `rewind`."""
+        self.transcript, self.recalled = transcript, events
+        self.begun = replace(self.begun, seq=len(events))
+        self.published = len(events)
+        for index, told in enumerate(read_told(self.begun.told)[: len(self.choices)]):
+            if told.count > len(self.choices[index].token_ids):
+                self._untold[index] = told
 
     @property
     def streams(self) -> bool:
@@ -172,13 +184,26 @@ class LiveRequest:
             self._add("started", model=self.model, created=self.begun.created, **extra)
             self._started_seq = self.begun.seq + len(self._events)
         if self.streams or self.ending is not None:
-            for index in sorted(self._token_ids.keys() | self._text.keys()):
-                self._add_delta(index, self._token_ids[index], "".join(self._text[index]))
-            self._token_ids.clear()
-            self._text.clear()
-            self._logprobs.clear()
+            for index in sorted(self._token_ids.keys() | self._text.keys() | self._untold.keys()):
+                if self._is_comparable(index):
+                    self._add_delta(index, self._token_ids.pop(index, []), "".join(self._text.pop(index, [])))
+                    self._logprobs.pop(index, None)
         if self.ending is not None:
             self._add_final(self.ending)
+
+    def _is_comparable(self, index: int) -> bool:
+        """Whether a choice may tell what it has. A `rewind` goes before it where readers were told something else."""
+        told = self._untold.get(index)
+        if told is None:
+            return True
+        choice, new = self.transcript.choice(index), self._token_ids.get(index, [])
+        missing = told.count - len(choice.token_ids)
+        if len(new) < missing and self.ending is None and choice.finish_reason is None:
+            return False
+        del self._untold[index]
+        if len(new) < missing or extend_chain(choice.chain, new[:missing]) != told.chain:
+            self._add("rewind", index=index, to_offset=len(choice.token_ids), to_text_offset=choice.text_length)
+        return bool(new or self._text.get(index))
 
     def _add_delta(self, index: int, token_ids: list[int], text: str) -> None:
         choice = self.transcript.choice(index)
@@ -236,6 +261,7 @@ class LiveRequest:
                 events,
                 has_tokens=self.has_tokens,
                 started_hook=self._started_hook(),
+                told=write_told(self.choices, self._untold),
             )
         return scripts.finish(
             self.entry,

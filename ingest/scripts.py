@@ -162,7 +162,7 @@ class Offered:
 @dataclass(frozen=True, slots=True)
 class BeginReply:
     """Where a request stands that this engine now owns. Times are ms of the server's clock. `alone`: nothing is to run
-    beside it, until it has a token (1) or until its end (2)."""
+    beside it, until it has a token (1) or until its end (2). `told`: see `told.py`."""
 
     attempt: int
     released: int
@@ -173,6 +173,7 @@ class BeginReply:
     now: int
     cancelled: bool
     alone: int = 0
+    told: str = ""
 
     @classmethod
     def read(cls, reply: list[bytes]) -> BeginReply | Refusal | Offered:
@@ -183,7 +184,8 @@ class BeginReply:
         if reply[0] != b"ok":
             return reply[0].decode()  # type: ignore[return-value]
         attempt, released, seq, seed, created, deadline, now = (int(number) for number in reply[1:8])
-        return cls(attempt, released, seq, seed, created, deadline, now, reply[8] == b"1", int(reply[9] or 0))
+        told = reply[10].decode(errors="replace")
+        return cls(attempt, released, seq, seed, created, deadline, now, reply[8] == b"1", int(reply[9] or 0), told)
 
 
 def begin(
@@ -257,17 +259,23 @@ def append(
     *,
     has_tokens: bool = False,
     started_hook: bytes = b"",
+    told: str = "",
 ) -> Call:
     """Publish events number offset + 1, offset + 2 ... of a running request. `has_tokens`: something was generated.
-    `started_hook`: what a webhook that it has started says, as JSON."""
+    `started_hook`: what a webhook that it has started says, as JSON. `told`: what its choices have told with these."""
     fence = (attempt, offset, shard.channel(request_id), "1" if has_tokens else "0")
     return Call(
         "append",
         (shard.record(request_id), shard.events(request_id)),
-        (*fence, started_hook, len(events), *events),
+        (*fence, started_hook, told, len(events), *events),
         has_tokens,
         shared=(owner, GRACE_MS),
     )
+
+
+def rewind(shard: ShardKeys, request_id: str, owner: str, attempt: int, seq: int) -> Call:
+    """Forget the events of a running request beyond number `seq`; replies b"ok" or b"stale"."""
+    return Call("rewind", (shard.record(request_id), shard.events(request_id)), (owner, attempt, seq))
 
 
 def finish(

@@ -2,8 +2,8 @@
 -- cost more than what it does. Fenced by owner, attempt and offset; repeating the call changes nothing.
 -- KEYS for each request: record, events
 -- ARGV 1 owner, 2 grace ms, then for each request: attempt, offset: events before these, channel, "1": it has a token, so
---      that what it is did not end the engine, webhook data for `request.started` (JSON or empty), how many events, these
---      as JSON
+--      that what it is did not end the engine, webhook data for `request.started` (JSON or empty), what its choices will
+--      have told (see ingest/told.py), how many events, these as JSON
 -- Replies for each request one line: "ok <seq> <cancel> <expired> <unwatched>" "gap <seq>" "stale" "gone", or the error that
 -- it met: one request's harms no other
 -- include clock
@@ -22,8 +22,12 @@ local function append(key, events, at, last)
   if not seq or not deadline then return {err = 'ERR the record ' .. key .. ' has been damaged'} end
   if seq < offset then return 'gap ' .. seq end
   local first = seq
-  seq = publish(events, ARGV[at + 2], seq, offset, at + 6, last)
-  if seq > first then redis.call('HSET', key, 'seq', seq) end
+  seq = publish(events, ARGV[at + 2], seq, offset, at + 7, last)
+  if not seq then
+    redis.call('HSET', key, 'seq', 0)
+    return 'gap 0'
+  end
+  if seq > first then redis.call('HSET', key, 'seq', seq, 'told', ARGV[at + 5]) end
   if ARGV[at + 3] == '1' and record[7] ~= attempt then
     redis.call('HSET', key, 'progress', attempt)
     if record[8] == '1' then redis.call('HSET', key, 'alone', '') end
@@ -49,7 +53,7 @@ end
 
 local replies, at = {}, 3
 for i = 1, #KEYS, 2 do
-  local last = at + 5 + ARGV[at + 5]
+  local last = at + 6 + ARGV[at + 6]
   local went_well, reply = pcall(append, KEYS[i], KEYS[i + 1], at, last)
   if not went_well and type(reply) ~= 'table' then reply = {err = tostring(reply)} end
   replies[#replies + 1] = reply

@@ -7,7 +7,7 @@
 --      16 names of the prompt's beginnings, the longest first, with spaces between, 17 requests that run here, if it may be
 --      offered to an engine that has one of these, or empty, 18 engines to which it may not, 19 engine that has offered it
 --      to this one, or empty
--- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel, alone}
+-- Replies {"ok", attempt, released, seq, seed, created, deadline, now, cancel, alone, told}
 --         {"lost"} not delivered to this engine (any more), {"duplicate"} or {"ended"}: the entry has been removed,
 --         {"suspect", "0"}: it may have ended its last engine, and has to run alone; "1": it may have ended several
 --         {"busy"}: as many requests of its tenant run as may, {"offered", engine}: that was told, it may be begun again
@@ -97,7 +97,7 @@ if state ~= 'running' or record[4] ~= owner then
   redis.call('HINCRBY', KEYS[5], 'begun', 1)
 end
 if record[5] then uncount(KEYS[6], KEYS[7], ARGV[4], ARGV[7], entry, record[5], record[6]) end
-local r = redis.call('HMGET', KEYS[1], 'attempt', 'released', 'seq', 'seed', 'created', 'deadline', 'cancel', 'alone')
+local r = redis.call('HMGET', KEYS[1], 'attempt', 'released', 'seq', 'seed', 'created', 'deadline', 'cancel', 'alone', 'told')
 local expiry = math.max(tonumber(r[6]), now) + grace
 if ARGV[13] ~= '' and not is_over then
   redis.call('ZADD', base .. 'run:' .. tenant, expiry, id)
@@ -110,4 +110,4 @@ if ARGV[16] ~= '' then
 end
 redis.call('PEXPIREAT', KEYS[1], expiry)
 if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('PEXPIREAT', KEYS[2], expiry) end
-return {'ok', r[1], r[2], r[3], r[4], r[5], r[6], tostring(now), r[7] or '0', r[8] or ''}
+return {'ok', r[1], r[2], r[3], r[4], r[5], r[6], tostring(now), r[7] or '0', r[8] or '', r[9] or ''}

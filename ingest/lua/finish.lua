@@ -34,6 +34,10 @@ if record[5] == '1' and ARGV[7] == 'completed' then return 'cancelled' end
 local seq, offset = tonumber(record[4]), tonumber(ARGV[5])
 if seq < offset then return 'gap ' .. seq end
 seq = publish(KEYS[2], ARGV[6], seq, offset, 18, #ARGV)
+if not seq then
+  redis.call('HSET', KEYS[1], 'seq', 0)
+  return 'gap 0'
+end
 redis.call('HSET', KEYS[1], 'state', ARGV[7], 'seq', seq, 'finished', now, 'result', ARGV[10], 'usage', ARGV[11],
   'metrics', ARGV[12], 'error', ARGV[13])
 redis.call('PEXPIRE', KEYS[1], ARGV[8])

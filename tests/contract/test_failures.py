@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import threading
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import redis.asyncio as aioredis
 
@@ -16,6 +18,7 @@ from pagemill.engine.errors import EngineDeadError, RequestError
 from pagemill.ingest.client import AsyncClient
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer, free_port
+from pagemill.ingest.events import Transcript
 from pagemill.ingest.worker import Worker
 from tests.contract.conftest import ENGINE, STORY, TAG, EngineProcess, Outside, serving
 from tests.contract.test_protocol import check_events
@@ -264,6 +267,96 @@ def test_a_cancelled_worker_gives_back_what_runs(
         async with serving(engine, queue_config):
             assert (await outside.done("a"))["metrics"]["attempts"] == 2
         assert await outside.token_ids("a") == story
+
+    play(scenario())
+
+
+SAMPLED: dict[str, Any] = {**STORY, "temperature": 1.0, "seed": 5, "flush_ms": 0, "max_tokens": 40}
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_stream_that_lost_its_end_is_written_anew_with_a_rewind_where_it_differs(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside, differs: bool
+) -> None:
+    """The engine is gone as well; another one goes on from the events that are left."""
+
+    async def scenario() -> None:
+        worker = Worker(engine, queue_config)
+        task = asyncio.create_task(worker.run())
+        await outside.add("a", SAMPLED)
+        async with asyncio.timeout(20):
+            while len(await outside.events("a")) < 9:
+                await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        before = await outside.events("a")
+        await outside.redis.xdel(f"{TAG}:ev:a", *(f"{item['seq']}-0" for item in before[4:]))
+        kept = sum(item["count"] for item in before[:4] if item["type"] == "delta")
+        if differs:
+            await outside.redis.hset(f"{TAG}:req:a", "seed", 6)
+        async with serving(engine, queue_config), AsyncClient(queue_config) as client:
+            await outside.done("a")
+            events = await outside.events("a")
+            assert [item["seq"] for item in events] == list(range(1, len(events) + 1)) and events[:4] == before[:4]
+            rewinds = [item for item in events if item["type"] == "rewind"]
+            assert [(item["index"], item["to_offset"]) for item in rewinds] == ([(0, kept)] if differs else [])
+            ids = await outside.token_ids("a")
+            first = [token for item in before if item["type"] == "delta" for token in item["token_ids"]]
+            assert len(ids) == 40 and (ids[: len(first)] != first) == differs
+            # Whoever comes now was told nothing that is not true.
+            assert [token async for delta in client.attach("a") for token in delta.token_ids] == ids
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_a_reader_outlives_a_redis_that_went_back_in_time(play: Any, engine: AsyncEngine, tmp_path: Path) -> None:
+    """Restarted with an older append-only file, and with an engine that generates other tokens than were told."""
+
+    async def scenario() -> None:
+        server = EmbeddedServer(tmp_path / "data", port=free_port(), arguments=("--appendfsync", "always"))
+        await asyncio.to_thread(server.start)
+        config = QueueConfig(redis_url=server.url, block_ms=100, poll_ms=50, heartbeat_timeout_s=1.0)
+        seen: list[Any] = []
+
+        async def read(client: AsyncClient) -> None:
+            async for event in client.attach("a").events():
+                seen.append(event)
+
+        async def reach(count: int) -> None:
+            async with asyncio.timeout(20):
+                while len(seen) < count:
+                    await asyncio.sleep(0.005)
+
+        try:
+            async with AsyncClient(config, watchdog_s=0.3) as client:
+                task = asyncio.create_task(Worker(engine, config).run())
+                await client.submit(**SAMPLED, id="a")
+                reading = asyncio.create_task(read(client))
+                await reach(5)
+                await asyncio.to_thread(shutil.copytree, tmp_path / "data", tmp_path / "old")
+                await reach(12)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(shutil.rmtree, tmp_path / "data")
+                await asyncio.to_thread(shutil.copytree, tmp_path / "old", tmp_path / "data")
+                await asyncio.to_thread(server.start)
+                async with aioredis.Redis.from_url(server.url) as plain:
+                    await plain.hset(f"{TAG}:req:a", "seed", 6)
+                async with serving(engine, config):
+                    async with asyncio.timeout(30):
+                        await reading
+            transcript = Transcript.of(seen)
+            assert transcript.done is not None and transcript.done["state"] == "completed"
+            assert any(item["type"] == "rewind" for item in seen)
+            async with aioredis.Redis.from_url(server.url) as plain:
+                (choice,) = orjson.loads(await plain.hget(f"{TAG}:req:a", "result"))
+            assert transcript.choice(0).token_ids == choice["token_ids"] and len(choice["token_ids"]) == 40
+            assert transcript.choice(0).text == choice["text"]
+        finally:
+            server.stop()
 
     play(scenario())
 

@@ -16,6 +16,7 @@ from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.entries import Entry
+from pagemill.ingest.events import Transcript
 from pagemill.ingest.intake import Intake
 from pagemill.ingest.keys import GROUP, QueueKeys
 from pagemill.ingest.live_request import Ending, LiveRequest
@@ -283,20 +284,93 @@ def test_lost_events_of_an_earlier_engine_are_sent_again_and_what_does_not_fit_i
                 await bench.sent()
             key = SHARD.events("b")
             kept = await bench.client.xrange(key)
-            for damage in (
-                lambda data: data.replace(b'"token_ids":[6]', b'"token_ids":[7]'),
-                lambda data: data.replace(b'"offset":1', b'"offset":2'),
-                lambda data: None if b'"token_ids":[5]' in data else data,
+            for damage, left in (
+                (lambda data: data.replace(b'"token_ids":[6]', b'"token_ids":[7]'), [1, 2]),
+                (lambda data: data.replace(b'"offset":1', b'"offset":2'), [1, 2]),
+                (lambda data: None if b'"token_ids":[5]' in data else data, [1]),
+                (lambda data: data[:-1], []),
+                (lambda data: b"[]", []),
+                (lambda data: None, []),
             ):
                 await bench.client.delete(key)
                 for entry_id, fields in kept:
                     if (data := damage(fields[b"e"])) is not None:
                         await bench.client.xadd(key, {"e": data}, id=entry_id)
                 await bench.client.expire(key, 60)
+                await bench.client.hset(SHARD.record("b"), "seq", len(kept))
                 call = scripts.begin(second.entry, "e", "b", ttl_ms=60_000, tenant="default", seed=1)
                 answer = scripts.BeginReply.read(await scripts.run_one(bench.client, call))
                 assert isinstance(answer, scripts.BeginReply)
-                with pytest.raises(RequestError, match=r"does not go on|were lost"):
-                    await intake.recall(LiveRequest(second.entry, "b", "e", answer, second.body, "m"))
+                heir = LiveRequest(second.entry, "b", "e", answer, second.body, "m")
+                await Intake(bench.client, queue_config, "e", "m", asyncio.Event()).recall(heir)
+                assert [item["seq"] for item in await events(bench.client, "b")] == left
+                assert heir.published == heir.begun.seq == len(left)
+                assert await bench.client.hget(SHARD.record("b"), "seq") == b"%d" % len(left)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("end", ["same", "differs", "shorter"])
+def test_an_heir_says_only_where_it_differs_from_events_that_were_lost(
+    queue_config: QueueConfig, run: Run, end: str
+) -> None:
+    """The stream lost its end, the record knows what had been told."""
+
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            first = await begun(bench.client, flush_ms=0)
+            bench.outbox.put(first, SequenceOutput("a", started=True))
+            for number in (5, 6, 7, 8):
+                bench.outbox.put(first, token(number))
+                await bench.sent()
+            for lost in (b"4-0", b"5-0"):
+                await bench.client.xdel(SHARD.events("a"), lost)
+            for _ in range(2):  # the first heir dies before it has said anything
+                call = scripts.begin(first.entry, "e", "a", ttl_ms=60_000, tenant="default", seed=1)
+                answer = scripts.BeginReply.read(await scripts.run_one(bench.client, call))
+                assert isinstance(answer, scripts.BeginReply)
+                heir = LiveRequest(first.entry, "a", "e", answer, first.body, "m")
+                await Intake(bench.client, queue_config, "e", "m", asyncio.Event()).recall(heir)
+                bench.outbox.put(heir, SequenceOutput("a", started=True))
+                await bench.sent()
+                assert heir.choices[0].token_ids == [5, 6] and answer.told == f"4 {first.choices[0].chain}"
+            bench.outbox.put(heir, token(7))
+            await bench.sent()
+            assert (await events(bench.client))[-1]["type"] == "started", "not known yet whether it is the same"
+            if end == "shorter":
+                bench.outbox.put(heir, SequenceOutput("a", finish_reason="stop", final=True))
+            else:
+                bench.outbox.put(heir, token(8 if end == "same" else 9))
+                bench.outbox.put(heir, token(10, finish_reason="stop"))
+            await bench.sent()
+            told = await events(bench.client)
+            assert [item["seq"] for item in told] == list(range(1, len(told) + 1))
+            rewinds = [item for item in told if item["type"] == "rewind"]
+            assert [(item["index"], item["to_offset"]) for item in rewinds] == ([] if end == "same" else [(0, 2)])
+            transcript = Transcript.of(told)
+            ends = {"same": [7, 8, 10], "differs": [7, 9, 10], "shorter": [7]}
+            assert transcript.choice(0).token_ids == [5, 6, *ends[end]] and transcript.done is not None
+
+    run(scenario())
+
+
+def test_a_stream_that_is_deleted_under_its_engine_is_written_anew(queue_config: QueueConfig, run: Run) -> None:
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            live = await begun(bench.client, flush_ms=0)
+            for number in (5, 6):
+                bench.outbox.put(live, token(number))
+                await bench.sent()
+            await bench.client.delete(SHARD.events("a"))
+            bench.outbox.put(live, token(7))
+            await bench.sent()
+            assert [item["token_ids"] for item in await events(bench.client)] == [[5], [6], [7]]
+            assert await bench.client.pttl(SHARD.events("a")) > 0
+            await bench.client.delete(SHARD.events("a"))
+            bench.outbox.put(live, token(8, finish_reason="stop"))
+            await bench.sent()
+            told = await events(bench.client)
+            assert [item["seq"] for item in told] == [1, 2, 3, 4, 5] and told[-1]["type"] == "done"
+            assert await bench.client.pttl(SHARD.events("a")) > 0
 
     run(scenario())
