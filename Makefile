@@ -37,7 +37,12 @@ run: $(STAMP)  ## the whole product at work: engine, queue and clients, then a t
 serve: $(STAMP)  ## an engine on an embedded queue, until Ctrl-C
 	$(PY) -m pagemill serve
 
-test: $(STAMP)  ## the test suite
+# Without npm, or where it finds nothing, the test of the example says so and is skipped.
+NODE := examples/node/node_modules/.package-lock.json
+$(NODE): examples/node/package-lock.json
+	@cd examples/node && { npm ci --silent || echo "examples/node could not be installed, its test is skipped"; }
+
+test: $(STAMP) $(if $(shell command -v npm),$(NODE))  ## the test suite
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMP)  ## formatting, lint and types

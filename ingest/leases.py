@@ -2,7 +2,8 @@
 
 The lease covers all that an engine holds, so renewing it is one call, however much runs. It is renewed only while the
 step loop gets on: a device that hangs keeps the process, its event loop and its connections alive, and must lose its
-requests all the same. A step may last as long as `heartbeat_timeout_s`.
+requests all the same. A step may last as long as `heartbeat_timeout_s`, and as `STEP_SLACK` times the longest that
+this engine has got through: one whose steps are long by nature (large prompts, few cores) is slow and not dead.
 
 The others learn from the same heartbeat what this engine can do; `submit` and `accept` refuse by it.
 """
@@ -29,6 +30,8 @@ from pagemill.ingest.redis import Client, is_unavailable
 
 BEAT_S = 1.0  # what is told of the engine is never older
 MAP_CELLS = 96  # of the picture of the pool
+STEP_SLACK = 4.0
+MAX_SLACK = 20.0  # no step is given more than so many heartbeat timeouts
 OUTLOOK_STRIDE = 4  # of its points, so many to one are told
 
 _log = structlog.get_logger(__name__)
@@ -53,7 +56,11 @@ class Lease:
         self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
         self._renewed_at = float("-inf")
         self._reap_from = float("-inf")
+        self._version = metadata.version("pagemill")  # reads files, which is much for every heartbeat
         self._pulse = -1
+        self._moved_at = time.monotonic()
+        self._longest_step_s = 0.0
+        self._is_in_step = False
         self._is_late = False
 
     @property
@@ -84,9 +91,8 @@ class Lease:
                 _log.debug("heartbeat failed", reason=str(error))
 
     async def renew(self) -> None:
-        """Renew now, unless the step loop has not got on since the last time. Raises redis-py's errors."""
-        pulse, idle = self._engine.pulse
-        if pulse == self._pulse and not idle:
+        """Renew now, unless the step loop hangs. Raises redis-py's errors."""
+        if not self._gets_on():
             if not self._is_late and not self.is_fresh:
                 self._is_late = True
                 _log.warning("a step takes long, the lease runs out: is the device hung?", owner=self._owner)
@@ -100,9 +106,22 @@ class Lease:
                 raise reply
         if self.was_renewed and not self.is_fresh:
             self._reap_from = started + self._config.heartbeat_timeout_s
-        self._pulse = pulse
         self._is_late = False
         self._renewed_at = started
+
+    def _gets_on(self) -> bool:
+        """Whether the step loop has got on since the last time, or is in a step that may last longer."""
+        pulse, idle = self._engine.pulse
+        now = time.monotonic()
+        in_step_s = now - self._moved_at
+        if pulse == self._pulse and not idle:
+            self._is_in_step = True
+            most_s = min(STEP_SLACK * self._longest_step_s, MAX_SLACK * self._config.heartbeat_timeout_s)
+            return in_step_s <= most_s
+        if self._is_in_step:
+            self._longest_step_s = max(self._longest_step_s, in_step_s)
+        self._pulse, self._moved_at, self._is_in_step = pulse, now, False
+        return True
 
     async def retire(self) -> bool:
         """Give the lease up: the others may take at once what is left. False: Redis could not be told."""
@@ -144,7 +163,7 @@ class Lease:
             "swap_preemptions": statistics.swap_preemptions,
             "recomputed_tokens": statistics.recomputed_tokens,
             "swapped_blocks": statistics.swapped_blocks,
-            "version": metadata.version("pagemill"),
+            "version": self._version,
             "room": engine.has_room(),
             "prefill_tokens_s": statistics.prefill_tokens_s,
             "decode_tokens_s": statistics.decode_tokens_s,

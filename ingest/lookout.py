@@ -29,7 +29,7 @@ from pagemill.ingest.keys import GROUP, QueueKeys, ShardKeys
 from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_unavailable
 from pagemill.ingest.schema import RequestBody, UnreadableBody
 
-ROOM_POLL_S = 0.02
+ROOM_POLL_S = 0.1  # every wake-up takes the interpreter away from a step
 PAGE = 16  # entries looked at in one go
 SWEEP = 100  # waiting requests looked at for cancels in one go
 

@@ -230,6 +230,52 @@ def test_a_hung_engine_loses_its_requests_and_drops_them_when_it_wakes(
     play(scenario())
 
 
+def test_an_engine_whose_steps_are_long_by_nature_keeps_its_requests(
+    play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
+) -> None:
+    """It has got through a long step before; so one that is twice a lease is no reason to think that it hangs."""
+    config = queue_config.replace(heartbeat_timeout_s=0.8)
+
+    async def scenario() -> None:
+        slow, other = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
+        steps = Steps(slow)
+        step = steps.step
+
+        def ordinary_step() -> Any:
+            threading.Event().wait(0.02)
+            return step()
+
+        steps.step = ordinary_step
+        workers = [Worker(slow, config)]
+        tasks = [asyncio.create_task(workers[0].run())]
+        await outside.add("a", {**prompt(0), "max_tokens": 100, "max_attempts": 1})
+        await outside.first_delta("a")
+        for hold_s in (0.6, 1.7):
+            steps.held.clear()
+            steps.go.clear()
+            assert await asyncio.to_thread(steps.held.wait, 10)
+            held = asyncio.create_task(asyncio.sleep(hold_s))
+            if len(workers) == 1 and hold_s > 1:
+                workers.append(Worker(other, config))
+                tasks.append(asyncio.create_task(workers[1].run()))
+            await held
+            steps.go.set()
+            async with asyncio.timeout(5):
+                while steps.held.is_set() and workers[0]._lease._pulse == slow.pulse[0]:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)  # a heartbeat, which sees that it has got on
+        done = await outside.done("a", timeout=20)
+        assert (done["state"], done["metrics"]["attempts"]) == ("completed", 1)
+        for worker in workers:
+            worker.stop()
+        await asyncio.gather(*tasks)
+        await slow.stop()
+        await other.stop()
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
 def test_a_generation_of_many_leases_runs_once(
     play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
 ) -> None:
