@@ -312,6 +312,8 @@ class AsyncClient:
         try:
             return await reply
         except (RedisError, OSError) as error:
+            if str(error).startswith("WRONGTYPE"):
+                raise RequestError("request_lost", "a key of the request holds something else") from error
             if not is_unavailable(error):
                 raise
             raise QueueUnavailableError(

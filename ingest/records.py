@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from pagemill.engine.errors import RequestError
 from pagemill.ingest.events import TERMINAL_STATES
 from pagemill.ingest.keys import ShardKeys
 from pagemill.ingest.redis import Client
@@ -47,12 +48,19 @@ class Record:
 async def read_record(client: Client, shard: ShardKeys, request_id: str) -> Record | None:
     """The record of a request; None where there is none, or only a note that it is to be cancelled.
 
-    Raises redis-py's errors.
+    Raises redis-py's errors, and `request_lost` for one that cannot be read.
     """
     values: Any = await client.execute_command("HMGET", shard.record(request_id), *_FIELDS)
     given = dict(zip(_FIELDS, values, strict=True))
     if given["state"] is None:
         return None
+    try:
+        return _record(request_id, given)
+    except (ValueError, orjson.JSONDecodeError) as error:
+        raise RequestError("request_lost", "the request's record has been damaged") from error
+
+
+def _record(request_id: str, given: Mapping[str, Any]) -> Record:
     return Record(
         request_id=request_id,
         state=given["state"].decode(),

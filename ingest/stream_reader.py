@@ -170,7 +170,7 @@ class StreamReader:
         offers: list[tuple[int, bytes, Offer]] = []
         for _, fields in told:
             try:
-                stream, entry_id = int(fields[b"stream"]), fields[b"entry"]
+                stream, entry_id = range(PRIORITIES).index(int(fields[b"stream"])), fields[b"entry"]
                 if b"declined" in fields:
                     self._on_declined((self._shard.streams[stream], entry_id))
                     continue

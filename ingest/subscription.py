@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -41,6 +42,19 @@ _log = structlog.get_logger(__name__)
 
 class _RewrittenError(Exception):
     """What is stored is not what was told."""
+
+
+def _read_event(data: bytes, seq: int) -> Event:
+    """Event number `seq`. Raises `request_lost` for what is something else."""
+    try:
+        item = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        item = None
+    if not isinstance(item, dict) or item.get("seq") != seq or not isinstance(item.get("type"), str):
+        raise RequestError("request_lost", f"event {seq} of the request cannot be read")
+    if type(item.get("attempt")) is not int:
+        raise RequestError("request_lost", f"event {seq} of the request does not say its attempt")
+    return item
 
 
 class Subscription:
@@ -162,6 +176,12 @@ class Subscription:
 
     def _take(self, item: Event) -> list[Event]:
         """What the reader is to be told of the next event: itself, or what is new of it after a rewriting."""
+        try:
+            return self._fold(item)
+        except (LookupError, TypeError, ValueError, AttributeError, struct.error) as error:
+            raise RequestError("request_lost", f"event {item['seq']} of the request cannot be read") from error
+
+    def _fold(self, item: Event) -> list[Event]:
         is_delta = self._after == 0 and item["type"] == "delta"
         if is_delta and not self._truth.choice(item["index"]).continues(item):
             raise _RewrittenError
@@ -196,7 +216,11 @@ class Subscription:
                 self._behind = True
                 return None
             self._buffer.popleft()
-            item: Event = orjson.loads(data)
+            try:
+                item = _read_event(data, seq)
+            except RequestError:  # somebody else's message: what is stored is the truth
+                self._behind = True
+                return None
             if seq == self._last + 1:
                 return item
             if item["attempt"] > self._attempt > 0:
@@ -207,11 +231,10 @@ class Subscription:
     async def _stored(self) -> AsyncGenerator[Event, None]:
         while True:
             page: Any = await self._hub.command("XRANGE", self._stream, f"({self._last}-0", "+", "COUNT", PAGE)
-            for _, fields in page:
-                item = orjson.loads(fields[b"e"])
-                if item["seq"] != self._last + 1:
+            for entry_id, fields in page:
+                if int(entry_id.partition(b"-")[0]) != self._last + 1:
                     raise RequestError("request_lost", f"events after number {self._last} of the request are missing")
-                yield item
+                yield _read_event(fields.get(b"e", b""), self._last + 1)
             if len(page) < PAGE:
                 return
 
@@ -226,6 +249,8 @@ class Subscription:
                 raise RequestError("request_lost", f"no request {self.request_id} is known")
             return
         self._expected = True
+        if not (deadline or b"").isdigit() or not (seq or b"0").isdigit():
+            raise RequestError("request_lost", "the request's record has been damaged")
         if seq is not None and int(seq) < self._last:
             raise _RewrittenError
         if state.decode() not in TERMINAL_STATES:
@@ -336,6 +361,8 @@ class EventHub:
             try:
                 return await self._commands.execute_command(*words)
             except (RedisError, OSError) as error:
+                if str(error).startswith("WRONGTYPE"):
+                    raise RequestError("request_lost", "a key of the request holds something else") from error
                 if not is_unavailable(error):
                     raise
             await backoff.sleep()

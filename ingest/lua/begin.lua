@@ -45,7 +45,7 @@ end
 
 if not state then
   local created = accepted_at(entry, now)
-  redis.call('UNLINK', KEYS[2])
+  if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('UNLINK', KEYS[2]) end
   redis.call('HSET', KEYS[1], 'state', 'queued', 'attempt', 0, 'released', 0, 'seq', 0, 'owner', '', 'stream', ARGV[7], 'entry', entry,
     'priority', ARGV[7], 'tenant', ARGV[6], 'created', created, 'deadline', created + tonumber(ARGV[5]),
     'tokens', ARGV[10])
@@ -105,7 +105,7 @@ if ARGV[13] ~= '' and not is_over then
 end
 if ARGV[16] ~= '' then
   -- include placement
-  redis.call('SADD', base .. 'warm:' .. owner, unpack(words_of(ARGV[16])))
+  redis.pcall('SADD', base .. 'warm:' .. owner, unpack(words_of(ARGV[16])))
   redis.call('PEXPIRE', base .. 'warm:' .. owner, WARM_TTL_MS)
 end
 redis.call('PEXPIREAT', KEYS[1], expiry)

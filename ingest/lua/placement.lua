@@ -5,18 +5,24 @@
 local WARM_TTL_MS = 60000
 local BEAT_MS = 2500 -- engines beat every second; one that is later than this is not waited for
 
+-- Which of these names an engine has told of. A key of another kind in the place of the set tells of none.
+local function held_by(base, engine, names)
+  local held = redis.pcall('SMISMEMBER', base .. 'warm:' .. engine, unpack(names))
+  return held.err and {} or held
+end
+
 -- The engine that has more of a request than `owner` has, and the name of what it has; nil where there is none. `names`:
 -- the longest first. `avoided`: engines that have lately had no room.
 local function warmer_engine(base, owner, names, avoided, now)
   local least = #names
-  for i, held in ipairs(redis.call('SMISMEMBER', base .. 'warm:' .. owner, unpack(names))) do
+  for i, held in ipairs(held_by(base, owner, names)) do
     if held == 1 then least = i - 1 break end
   end
   if least == 0 then return nil end
   local found
   for _, engine in ipairs(redis.call('ZRANGEBYSCORE', base .. 'hb', now - BEAT_MS, '+inf')) do
     if engine ~= owner and not avoided[engine] then
-      for i, held in ipairs(redis.call('SMISMEMBER', base .. 'warm:' .. engine, unpack(names))) do
+      for i, held in ipairs(held_by(base, engine, names)) do
         if held == 1 and i <= least then
           found, least = engine, i - 1
           break

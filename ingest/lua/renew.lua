@@ -11,9 +11,9 @@ for _, name in ipairs(old) do
   redis.call('ZREM', KEYS[1], name)
   redis.call('HDEL', KEYS[2], name)
 end
+redis.call('UNLINK', KEYS[3]) -- first, since a full server lets through what has freed something: engines must not seem dead
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
-redis.call('UNLINK', KEYS[3])
 if ARGV[3] then
   redis.call('SADD', KEYS[3], unpack(ARGV, 3))
   redis.call('PEXPIRE', KEYS[3], WARM_TTL_MS)

@@ -33,7 +33,9 @@ if KEYS[7] then
 end
 if record[1] and not record[3] then return {'duplicate', id, record[1]} end
 if record[3] then redis.call('UNLINK', KEYS[2]) end
-redis.call('UNLINK', base .. 'ev:' .. id) -- of an earlier request, whose record is gone
+-- Of an earlier request, whose record is gone. Not called in vain: a script that has written once is let through by a
+-- full server, and what refuses requests then is the first write being one that needs memory.
+if redis.call('EXISTS', base .. 'ev:' .. id) == 1 then redis.call('UNLINK', base .. 'ev:' .. id) end
 
 expire_waiting(base, ARGV[13], now, ARGV[15], ARGV[16])
 local problem = refuse(base, ARGV[13], now, tonumber(ARGV[2]), ARGV[8], tonumber(ARGV[14]), ttl, tonumber(ARGV[17]),

@@ -6,15 +6,17 @@ import argparse
 import asyncio
 import logging
 import sys
+import tempfile
 from pathlib import Path
 
 import structlog
 
+from tests.chaos import company
 from tests.chaos.reading import Violation
 from tests.chaos.run import Plan, run_chaos, violations
 
 
-def parse(arguments: list[str]) -> tuple[Plan, Path | None]:
+def parse(arguments: list[str]) -> tuple[Plan, Path | None, str]:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     plan = Plan()
     parser.add_argument("--requests", type=int, default=plan.requests, help="how many are sent (%(default)s)")
@@ -28,6 +30,12 @@ def parse(arguments: list[str]) -> tuple[Plan, Path | None]:
     parser.add_argument("--server", help="server program, e.g. /usr/bin/redis-server; default: Valkey")
     parser.add_argument("--fsync", choices=("always", "everysec"), default=plan.fsync, help="of the append-only file")
     parser.add_argument("--keep", type=Path, help="folder for the logs of server and engines, which then stay")
+    parser.add_argument(
+        "--deployment",
+        choices=("single", "cluster", "sentinel"),
+        default="single",
+        help="servers in company: nodes are killed, slots move, masters fail over",
+    )
     given = parser.parse_args(arguments)
     made = Plan(
         requests=given.requests,
@@ -39,12 +47,17 @@ def parse(arguments: list[str]) -> tuple[Plan, Path | None]:
         server=given.server,
         fsync=given.fsync,
     )
-    return made, given.keep
+    return made, given.keep, given.deployment
 
 
 def main(arguments: list[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    plan, keep = parse(arguments)
+    plan, keep, deployment = parse(arguments)
+    if deployment != "single":
+        with tempfile.TemporaryDirectory(prefix="pagemill-chaos-") as name:
+            folder = Path(name) if keep is None else keep
+            folder.mkdir(parents=True, exist_ok=True)
+            return company.main(deployment, folder, requests=plan.requests, seed=plan.seed, duration_s=plan.duration_s)
     try:
         outcome = asyncio.run(run_chaos(plan, keep))
     except (Violation, BaseExceptionGroup) as error:

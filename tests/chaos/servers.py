@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ def connect(port: int) -> redis.Redis:
 
 @contextlib.contextmanager
 def cluster(count: int = 3) -> Iterator[list[EmbeddedServer]]:
-    """Masters that share the slots evenly."""
+    """Masters that share the slots evenly. What one has acknowledged outlives its process."""
     with contextlib.ExitStack() as stack:
-        arguments = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
+        arguments = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--appendfsync", "always"]
         servers = []
         for _ in range(count):
             # The bus listens 10,000 above the port, within what a port may be.
@@ -85,3 +85,36 @@ def sentinels(folder: Path, count: int = 1) -> Iterator[tuple[list[EmbeddedServe
             client = stack.enter_context(connect(port))
             wait_for(lambda client=client: client.sentinel_master("mymaster")["num-slaves"] == 1, "a Sentinel")
         yield [master, replica], ports
+
+
+def slot_owner(nodes: Sequence[EmbeddedServer], key: str) -> EmbeddedServer:
+    """The node that has a key's slot."""
+    with connect(nodes[0].port or 0) as client:
+        slot = client.execute_command("CLUSTER", "KEYSLOT", key)
+        ranges: Any = client.execute_command("CLUSTER", "SLOTS")
+    rows = ranges if isinstance(ranges, list) else [[*place, value["primary"]] for place, value in ranges.items()]
+    (port,) = [int(row[2][1]) for row in rows if int(row[0]) <= slot <= int(row[1])]
+    return next(node for node in nodes if node.port == port)
+
+
+def move_slot(nodes: Sequence[EmbeddedServer], key: str, target: EmbeddedServer, pause_s: float = 0.0) -> int:
+    """Move a key's slot to another node while it is in use, as `redis-cli --cluster reshard` does. `pause_s`: after
+    each page of keys. Returns how many keys were moved."""
+    source = slot_owner(nodes, key)
+    if source is target:
+        return 0
+    moved = 0
+    with contextlib.ExitStack() as stack:
+        old, new = (stack.enter_context(connect(node.port or 0)) for node in (source, target))
+        slot = old.execute_command("CLUSTER", "KEYSLOT", key)
+        old_id, new_id = (client.execute_command("CLUSTER", "MYID") for client in (old, new))
+        new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id)
+        while keys := old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 20):
+            old.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "REPLACE", "KEYS", *keys)
+            moved += len(keys)
+            time.sleep(pause_s)
+        for node in (target, source, *nodes):
+            with connect(node.port or 0) as client:
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
+    return moved

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 import redis.asyncio as aioredis
 
+from pagemill.engine.errors import RequestError
 from pagemill.ingest.client import AsyncClient, Client, QueueUnavailableError
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
@@ -173,3 +174,82 @@ def test_threads_share_a_client(redis_url: str) -> None:
             thread.join(20)
         assert len(set(ids)) == 160
         assert all(client.cancel(request_id) == "cancelled" for request_id in ids[:10])
+
+
+DAMAGE: dict[str, dict[str, Any]] = {
+    "record": {"state": "running", "seq": "x", "deadline": "y", "attempt": "z"},
+    "event": {"state": "running", "seq": "1", "deadline": "9999999999999", "attempt": "1"},
+}
+
+
+@pytest.mark.parametrize(
+    "event", [b"no json", b"[]", b"{}", b'{"seq":1}', b'{"seq":1,"attempt":1,"type":"delta"}', None]
+)
+def test_what_cannot_be_read_is_told_by_name(queue_config: QueueConfig, run: Run, event: bytes | None) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(queue_config, watchdog_s=0.1) as client:
+            plain: Any = client._redis
+            record, events = "pm:{default.0}:req:a", "pm:{default.0}:ev:a"
+            await plain.hset(record, mapping=DAMAGE["record" if event is None else "event"])
+            await plain.expire(record, 60)
+            if event is not None:
+                await plain.xadd(events, {"e": event}, id="1-0")
+                await plain.expire(events, 60)
+            with pytest.raises(RequestError) as lost:
+                await client.attach("a").result(timeout=5)
+            assert lost.value.code == "request_lost"
+            if event is None:
+                with pytest.raises(RequestError, match="damaged"):
+                    await client.record("a")
+            for call in (
+                lambda: client.submit(prompt="x", id="b"),
+                lambda: client.cancel("b"),
+                lambda: client.record("b"),
+            ):
+                await plain.set("pm:{default.0}:req:b", "a string", ex=60)
+                with pytest.raises(RequestError, match="something else"):
+                    await call()
+            with pytest.raises(RequestError, match="something else"):
+                await client.attach("b").result(timeout=5)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "message", [b"junk", b"1 junk", b"1 []", b'1 {"seq":1}', b"9 {}", b'99999999999999999999 {"seq":1}']
+)
+def test_messages_of_others_on_the_channel_change_nothing(queue_config: QueueConfig, run: Run, message: bytes) -> None:
+    async def scenario() -> None:
+        producer = Producer(queue_config, "a")
+        async with AsyncClient(queue_config, watchdog_s=60) as client:
+            await producer.begin()
+            reading = asyncio.create_task(client.attach("a").result(timeout=10))
+            async with asyncio.timeout(5):
+                while not await producer.redis.publish(producer.shard.channel("a"), message):
+                    await asyncio.sleep(0.01)
+            for _ in range(3):
+                await producer.delta()
+                await producer.redis.publish(producer.shard.channel("a"), message)
+            await producer.done()
+            assert (await reading).token_ids == [1, 2, 3]
+        await producer.aclose()
+
+    run(scenario())
+
+
+def test_a_full_server_takes_nothing_and_recovers(port: int, redis_url: str, run: Run) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(redis_url) as client, aioredis.Redis.from_url(redis_url, protocol=2) as plain:
+            first = await client.submit(prompt="x")
+            await plain.config_set("maxmemory", 1)
+            try:
+                for body in ({"prompt": "x"}, {"prompt": "x" * 100_000}, {"prompt": "x", "idempotency_key": "k"}):
+                    with pytest.raises(QueueUnavailableError):
+                        await client.submit(**body)
+                assert await plain.xlen(STREAM) == 1
+                assert await first.cancel() == "cancelled", "what frees memory is let through"
+            finally:
+                await plain.config_set("maxmemory", 0)
+            assert (await client.submit(prompt="x", idempotency_key="k")).replayed is False
+
+    run(scenario())

@@ -17,6 +17,7 @@ from pagemill.ingest.entries import Entry, Offer
 from pagemill.ingest.placement import LEVELS, MAX_HELD, HeldPrefixes, Offers, beginnings_of, is_wanted
 from pagemill.ingest.redis import Client
 from pagemill.ingest.schema import RequestBody
+from pagemill.ingest.stream_reader import StreamReader
 from pagemill.ingest.worker import Worker
 from tests.chaos.model import make_model
 from tests.ingest.test_scripts import SHARD, Engine, delta, on_queue, raw_add, submit
@@ -176,6 +177,50 @@ def test_an_offer_is_made_only_to_who_lives_has_more_and_listens(on_queue: Any) 
         for owner in ("reads", "has"):
             await scripts.run_one(client, scripts.retire(SHARD, owner))
             assert not await client.exists(SHARD.warm(owner), SHARD.told(owner))
+
+    on_queue(scenario)
+
+
+def test_rubbish_in_what_engines_tell_each_other_harms_nobody(on_queue: Any, queue_config: QueueConfig) -> None:
+    async def scenario(client: Client) -> None:
+        options = client.connection_pool.connection_kwargs  # type: ignore[union-attr]
+        config = queue_config.replace(redis_url=f"redis://{options['host']}:{options['port']}/0", block_ms=20)
+        declined: list[Any] = []
+
+        async def beat() -> None:
+            await scripts.run_one(client, scripts.renew(SHARD, "reads", b"{}"))
+
+        reader = StreamReader(SHARD, "reads", client, config, beat, lambda: True, declined.append)
+        assert await reader.read() == []
+        good = {"offer": LONG, "from": "other", "stream": "1", "entry": "5-5", "running": "3"}
+        for change in (
+            {"stream": "9"},
+            {"stream": "-1"},
+            {"stream": "x"},
+            {"running": "many"},
+            {"offer": ""},
+            {"offer": "long"},
+            {"entry": "no id"},
+            {"from": b"\xff"},
+            {},
+        ):
+            await client.xadd(SHARD.told("reads"), {**good, **change})
+        await client.xadd(SHARD.told("reads"), {"a": "b"})
+        await client.xadd(SHARD.told("reads"), {"declined": "other", "stream": "1", "entry": "7-7"})
+        await client.set(SHARD.warm("other"), "no set", ex=60)
+        await client.zadd(SHARD.heartbeats, {"other": 1 << 45})
+        await raw_add(client, "a")
+        found = []
+        async with asyncio.timeout(10):
+            while not declined or not found:
+                found += await reader.read()
+        assert declined == [(SHARD.streams[1], b"7-7")]
+        (entry,) = found
+        begun = await Engine(client, "reads").begin(entry, "a", beginnings=[LONG], running=0)
+        assert isinstance(begun, scripts.BeginReply)
+        pending: Any = await client.xpending(SHARD.told("reads"), "engines")
+        assert (pending["pending"], await client.xlen(SHARD.told("reads"))) == (0, 0)
+        await reader.aclose()
 
     on_queue(scenario)
 

@@ -243,6 +243,9 @@ def test_one_call_writes_for_many_and_one_requests_trouble_harms_no_other(on_que
                 client, [scripts.append(SHARD, f"r{n}", "e1", 1, 1, [delta(2)]) for n in (0, 2)]
             )
             assert [is_unavailable(reply) for reply in replies] == [True, True]
+            # An end makes room, and engines that cannot write their heartbeat would seem dead.
+            await engine.beat()
+            assert await cancel(client, "r0") == [b"requested"]
         finally:
             await client.config_set("maxmemory", 0)
         assert await stored(client, "r0") == [1]
