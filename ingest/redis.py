@@ -20,8 +20,10 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     BusyLoadingError,
+    ClusterDownError,
     ConnectionError,
     MasterDownError,
     MovedError,
@@ -49,7 +51,9 @@ _UNAVAILABLE = (
     ReadOnlyError,
     MasterDownError,
     MovedError,
+    AskError,
     TryAgainError,
+    ClusterDownError,
     OutOfMemoryError,
     NoScriptError,
 )
