@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -77,14 +76,12 @@ class AsyncHandle:
             await subscription.aclose()
 
     async def __aiter__(self) -> AsyncGenerator[Delta, None]:
-        told: Counter[int] = Counter()
         async for item in self.events():
-            if item["type"] == "rewind" and item["to_offset"] < told[item["index"]]:
+            if item["type"] == "rewind":
                 raise RequestError(
                     "request_lost", "what was told is not true any more: `result` has how it really ended"
                 )
             if item["type"] == "delta" and (item["text"] or item["token_ids"]):
-                told[item["index"]] += item["count"]
                 yield Delta(
                     text=item["text"],
                     token_ids=item["token_ids"],

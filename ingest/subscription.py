@@ -190,9 +190,12 @@ class Subscription:
         self._expected = True
         if self._replay is not None:
             return self._replay.feed(item)
-        if self._after == 0:
-            self.transcript.add(item)
-        return [item]
+        if self._after:
+            return [item]
+        # One that takes nothing back is for readers who had more.
+        is_idle = item["type"] == "rewind" and item["to_offset"] >= len(self.transcript.choice(item["index"]).token_ids)
+        self.transcript.add(item)
+        return [] if is_idle else [item]
 
     @property
     def _truth(self) -> Transcript:
