@@ -148,7 +148,8 @@ class Loading:
             separate = not torch.equal(one, other)
         table = self._table(name, vocab_size, width)
         head = self._table(_HEAD, vocab_size, width) if separate else table
-        return lambda token_ids: self.ops.embedding(token_ids, table).to(self.dtype), head
+        ops, dtype = self.ops, self.dtype  # and not `self`, which holds the checkpoint
+        return lambda token_ids: ops.embedding(token_ids, table).to(dtype), head
 
     def _table(self, name: str, vocab_size: int, width: int) -> PreparedLinear:
         """An embedding or a head. Rounded ones have 8 bits: every token's logits are only as good as they are."""

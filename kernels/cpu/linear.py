@@ -12,6 +12,7 @@ import torch
 from pagemill.kernels.cpu import matmul
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.matmul import PANEL, TASK_WORDS
+from pagemill.kernels.cpu.reuse import ReusedMemory
 from pagemill.kernels.cpu.team import Team
 
 
@@ -61,15 +62,27 @@ class CpuLinear:
         return matmul.pair_worker() if self.dtype == torch.bfloat16 else matmul.float_worker()
 
 
-def apply(linear: TaskLinear, x: torch.Tensor, team: Team, result: int = matmul.PLAIN) -> torch.Tensor:
-    """x [T, in_features] -> [T, out_features], for GATED half as wide; of the dtype of x, for FLOAT32 float32."""
+def apply(
+    linear: TaskLinear,
+    x: torch.Tensor,
+    team: Team,
+    result: int = matmul.PLAIN,
+    memory: ReusedMemory | None = None,
+) -> torch.Tensor:
+    """x [T, in_features] -> [T, out_features], for GATED half as wide; of the dtype of x, for FLOAT32 float32.
+
+    memory: where the float32 result goes.
+    """
     if x.shape[-1] != linear.in_features:
         raise ValueError(f"expected {linear.in_features} input features, got shape {tuple(x.shape)}")
     if x.dtype != linear.dtype:
-        done = apply(linear, x.to(linear.dtype), team, result)
+        done = apply(linear, x.to(linear.dtype), team, result, memory)
         return done if result == matmul.FLOAT32 else done.to(x.dtype)
     features = linear.out_features // 2 if result == matmul.GATED else linear.out_features
-    out = torch.empty((x.shape[0], features), dtype=torch.float32 if result == matmul.FLOAT32 else x.dtype)
+    if result == matmul.FLOAT32 and memory is not None:
+        out = memory.empty(x.shape[0], features)
+    else:
+        out = torch.empty((x.shape[0], features), dtype=torch.float32 if result == matmul.FLOAT32 else x.dtype)
     if not x.shape[0]:
         return out
     x = x.contiguous()

@@ -143,6 +143,23 @@ def test_logits_are_not_rounded(cpu: CpuOps, dtype: torch.dtype, rows: int) -> N
     assert distance(logits, REFERENCE.logits(hidden, REFERENCE.prepare_linear(weight))) < 2e-6
 
 
+def test_the_memory_of_logits_is_used_again_only_when_nobody_holds_them() -> None:
+    ops = CpuOps(threads=1)
+    prepared = ops.prepare_linear(torch.randn(40, 8))
+    hidden = torch.randn(4, 8)
+    first = ops.logits(hidden, prepared)
+    kept, place = first.clone(), first.data_ptr()
+    assert ops.logits(-hidden, prepared).data_ptr() != place
+    assert torch.equal(first, kept)
+    row = ops.logits(hidden, prepared)[1]
+    del first
+    other = ops.logits(-hidden, prepared)
+    assert torch.equal(row, kept[1])
+    place = other.data_ptr()
+    del other
+    assert ops.logits(hidden[:2], prepared).data_ptr() == place
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("features", "width"), [(100, 64), (48, 3), (5, 2)])
 def test_an_embedding_is_read_from_the_packed_head(cpu: CpuOps, dtype: torch.dtype, features: int, width: int) -> None:

@@ -1,0 +1,31 @@
+"""Memory of a large result, used again for the next one.
+
+The logits of a step are tens of MiB. In fresh pages, which the system hands out and zeroes as they are first touched,
+writing them costs as much again as computing a quarter of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_UNUSED = 2  # references to an array that only its owner holds: the owner's, and that of who counts
+
+
+class ReusedMemory:
+    """Makes float32 tensors. One takes the memory of the last once nobody holds that, or a view of it, any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: npt.NDArray[np.float32] = np.empty(0, np.float32)
+
+    def empty(self, rows: int, columns: int) -> torch.Tensor:
+        """[rows, columns], its content whatever was there."""
+        with self._lock:
+            if self._memory.size < rows * columns or sys.getrefcount(self._memory) > _UNUSED:
+                self._memory = np.empty(rows * columns, np.float32)
+            return torch.from_numpy(self._memory[: rows * columns].reshape(rows, columns))
