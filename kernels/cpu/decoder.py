@@ -264,13 +264,20 @@ class CpuDecoder:
             ],
             np.int64,
         )
-        board = self._team.board()
+        with self._team.held() as board:
+            self._run(board, at, pool, meta, first)
+        return hidden
+
+    def _run(
+        self, board: int, at: npt.NDArray[np.int64], pool: npt.NDArray[np.int64], meta: AttentionMetadata, kv: LayerKV
+    ) -> None:
+        stack = self._stack
         for window, layers in self._runs:
             at[_FIRST], at[_END] = layers[0], layers[-1] + 1
-            plan, parts = self._plan(meta, stack.num_heads, first, window)
+            plan, parts = self._plan(meta, stack.num_heads, kv, window)
             run_layers(
                 board,
-                board if attention_work(meta, plan, first) >= PARALLEL_ELEMENTS else 0,
+                board if attention_work(meta, plan, kv) >= PARALLEL_ELEMENTS else 0,
                 self._layers,
                 pool,
                 at,
@@ -284,7 +291,6 @@ class CpuDecoder:
                 meta.host.block_tables,
                 self._like,
             )
-        return hidden
 
     def _addresses(self, tokens: int) -> list[int]:
         """Where the step's activations go, from _X on."""

@@ -9,7 +9,8 @@ survive a fork costs nothing but its help. It also needs no OpenMP library, and 
 by address.
 
 The board, int64 words, is all that threads share. A helper spins a while for the next call, yielding its core to
-whoever wants it, and then sleeps until the caller wakes it.
+whoever wants it, and then sleeps until the caller wakes it. Only Python can wake it, so while compiled code makes many
+calls in a row the team is *held*: nobody goes to sleep, however long the caller works alone in between.
 """
 
 # llvmlite and numba ship no types, and `intrinsic` returns what numba makes of a function.
@@ -17,8 +18,10 @@ whoever wants it, and then sleeps until the caller wakes it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -38,6 +41,7 @@ _BUSY = 16  # 1 while some thread's call has the team
 _PARTS, _WORKER, _FRAME = 24, 25, 26  # the call at the gate
 _THREADS = 27
 _STOP = 32
+_HELD = 33  # how many callers hold the team
 _WORDS = 40
 
 _OPEN = 1 << 15
@@ -199,7 +203,7 @@ def _share(board: int, worker: int, frame: int, parts_per_thread: int) -> None:
 def _serve(board: int, last_call: int) -> int:
     """Help with calls until none has come for a while, or the team is dissolved; returns the last call helped with."""
     idle = 0
-    while idle < _SPINS + _YIELDS and _load(board, _STOP) == 0:
+    while (idle < _SPINS + _YIELDS or _load(board, _HELD) > 0) and _load(board, _STOP) == 0:
         gate = _load(board, _GATE)
         if gate & _OPEN == 0 or gate >> _CALL == last_call or not _swap_if(board, _GATE, gate, gate + 1):
             idle += 1
@@ -251,28 +255,53 @@ class Team:
         self._words = words[start : start + _WORDS]
         self._words[_THREADS] = threads
         self._board = int(self._words.ctypes.data)
+        self._asked = [0]
         self._wake = [threading.Event() for _ in range(threads - 1)]
         for event in self._wake:
-            threading.Thread(target=_help, args=(self._words, event), name="pagemill-kernel", daemon=True).start()
+            arguments = (self._words, event, self._asked)
+            threading.Thread(target=_help, args=arguments, name="pagemill-kernel", daemon=True).start()
         weakref.finalize(self, _dissolve, self._words, self._wake)
 
     def board(self) -> int:
         """The board to run a call on, with the helpers awake; 0 for a team of one."""
         if self.threads == 1:
             return 0
+        self._asked[0] += 1
         for event in self._wake:
             if not event.is_set():
                 event.set()
         return self._board
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[int]:
+        """The board, with helpers that stay awake until the end, for compiled code that makes many calls."""
+        board = self.board()
+        if board:
+            hold(board, 1)
+        try:
+            yield board
+        finally:
+            if board:
+                hold(board, -1)
 
-def _help(words: npt.NDArray[np.int64], wake: threading.Event) -> None:
+
+@kernel
+def hold(board: int, count: int) -> None:
+    """Hold the team of a board so many times more, or less."""
+    _add(board, _HELD, count)
+
+
+def _help(words: npt.NDArray[np.int64], wake: threading.Event, asked: list[int]) -> None:
     last_call = 0
     while not words[_STOP]:
         wake.wait()
+        before = asked[0]
         last_call = _serve(int(words.ctypes.data), last_call)
-        # A wake-up that falls between these lines is lost; the next call makes up for it.
         wake.clear()
+        # Whoever asked while the helper was on its way to sleep saw it awake still. Such a call would be made alone,
+        # and of a step that is a single call all of it.
+        if asked[0] != before:
+            wake.set()
 
 
 def _dissolve(words: npt.NDArray[np.int64], wake: list[threading.Event]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagemill.kernels.cpu import team as team_module
 from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.ops import CpuOps
 from pagemill.kernels.cpu.team import Team, run
@@ -81,13 +82,50 @@ def test_an_idle_helper_sleeps_and_wakes() -> None:
     team = Team(2)
     count_parts(team.board(), np.zeros(17, np.int64))
     (wake,) = team._wake
-    deadline = time.monotonic() + 30
-    while wake.is_set() and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    assert not wake.is_set()
+    assert _sleeps(wake)
     counts = np.zeros(17, np.int64)
     count_parts(team.board(), counts)
     assert wake.is_set() or counts[:16].tolist() == [1] * 16
+
+
+def _sleeps(wake: threading.Event) -> bool:
+    deadline = time.monotonic() + 30
+    while wake.is_set() and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return not wake.is_set()
+
+
+def test_a_helper_of_a_held_team_stays_awake() -> None:
+    team = Team(2)
+    (wake,) = team._wake
+    with team.held() as board:
+        threading.Event().wait(0.3)  # hundreds of times as long as a helper waits for a call
+        assert wake.is_set()
+        count_parts(board, np.zeros(17, np.int64))
+    assert _sleeps(wake)
+
+
+def test_a_call_that_meets_a_helper_on_its_way_to_sleep_wakes_it() -> None:
+    """It sees the helper awake still, and has to be noticed all the same: nothing else will wake it."""
+    noticed = []
+
+    class Slow(threading.Event):
+        def clear(self) -> None:
+            if not noticed:
+                noticed.append(asked[0])
+                asked[0] += 1  # as `Team.board` does; it finds the event set
+            else:
+                words[team_module._STOP] = 1
+            super().clear()
+
+    team = Team(1)
+    words, asked, wake = team._words, [0], Slow()
+    wake.set()
+    helping = threading.Thread(target=team_module._help, args=(words, wake, asked), daemon=True)
+    helping.start()
+    helping.join(30)
+    assert not helping.is_alive()
+    assert noticed == [0]
 
 
 def _call_after_fork(team: Team, results: Any) -> None:
