@@ -275,14 +275,14 @@ class Team:
     @contextlib.contextmanager
     def held(self) -> Iterator[int]:
         """The board, with helpers that stay awake until the end, for compiled code that makes many calls."""
-        board = self.board()
-        if board:
-            hold(board, 1)
+        if self.threads == 1:
+            yield 0
+            return
+        hold(self._board, 1)  # before they are woken: they would be asleep again by the time that this is compiled
         try:
-            yield board
+            yield self.board()
         finally:
-            if board:
-                hold(board, -1)
+            hold(self._board, -1)
 
 
 @kernel
