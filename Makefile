@@ -116,6 +116,10 @@ bench-grammar: $(STAMP)  ## cost of structured output: compiling, masks, memory
 grammar-check: $(STAMP)  ## structured output on 1,000 random JSON schemas
 	$(PY) -m pytest -s tests/engine/test_grammar_schemas.py --schemas 1000
 
+.PHONY: cpu-check
+cpu-check: $(STAMP)  ## the CPU kernels for older processors, and compiled for 64-bit Arm as far as that can be seen here
+	PYTHONPATH=. $(PY) -m bench.cpu_targets
+
 # Where there is no .venv (a borrowed GPU machine), the machine's own Python and CUDA torch are used.
 gpu-check:  ## the Triton kernels on a real GPU
 	PYTHONPATH=src $(if $(wildcard $(PY)),$(PY),$(PYTHON)) bench/gpu_check.py

@@ -42,6 +42,11 @@ def kernel(function: F) -> F:
     return cast(F, compiled)
 
 
+def entries() -> tuple[Any, ...]:
+    """Every kernel defined so far, as numba's dispatcher."""
+    return tuple(_entries)
+
+
 def keep_compiled(cache_dir: str | None = None, report: Report | None = None) -> KernelCache:
     """Keep machine code under `cache_dir` (default ~/.cache/pagemill) and use what an earlier process left there.
 

@@ -1,4 +1,7 @@
-"""The processor that kernels are compiled for: this one, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name."""
+"""The processor that kernels are compiled for: this one, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name together.
+
+The name alone chooses no instructions: numba keeps this processor's features unless it is given others.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,40 @@ def test_cores_are_lowered_to_the_cpu_quota(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
     }
     assert available_cores(machine(tmp_path / "d", "2:cpu,cpuacct:/\n", mount, one)) == 1
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "cores"),
+    [("max 100000", "200000 100000", 2), ("300000 100000", "max 100000", 3), ("400000 100000", "100000 50000", 2),
+     ("1000 100000", "max 100000", 1), ("150000 100000", "max 100000", 2), ("nonsense", "300000 0", 8)],
+)  # fmt: skip
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_group_above_counts(
+    inner: str, outer: str, cores: int, version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    files = {}
+    for folder, text in (("pod/app", inner), ("pod", outer)):
+        quota, _, period = text.partition(" ")
+        if version == 2:
+            files[f"sys/fs/cgroup/{folder}/cpu.max"] = f"{text}\n"
+        else:
+            files[f"sys/fs/cgroup/cpu,cpuacct/{folder}/cpu.cfs_quota_us"] = f"{'-1' if quota == 'max' else quota}\n"
+            files[f"sys/fs/cgroup/cpu,cpuacct/{folder}/cpu.cfs_period_us"] = f"{period}\n"
+    mount, line = (V2_MOUNT, "0::/pod/app\n")
+    if version == 1:
+        mount, line = V1_MOUNT.replace("memory", "cpu,cpuacct"), "2:cpu,cpuacct:/pod/app\n"
+    assert available_cores(machine(tmp_path, line, mount, files)) == cores
+
+
+def test_affinity_counts() -> None:
+    """As under taskset."""
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "from pagemill.engine.machine import available_cores; print(available_cores())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
 
 
 def test_the_real_machine() -> None:

@@ -236,31 +236,6 @@ def test_a_read_only_cache_is_read(filled: tuple[Path, list[dict[str, Any]]], tm
     assert str(cache) not in result["folder"]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("max 100000", None), ("150000 100000", 1.5), ("50000 100000", 0.5), ("nonsense", None)]
-)
-def test_the_cgroup_quota_is_read(
-    text: str, expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = tmp_path / "cpu.max"
-    limit.write_text(text)
-    monkeypatch.setattr(threads, "_CGROUP_V2", limit)
-    assert threads._quota() == expected
-    cores = len(os.sched_getaffinity(0))
-    assert threads.available_threads() == (cores if expected is None else max(1, min(cores, -int(-expected // 1))))
-
-
-def test_an_old_cgroup_quota_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_CGROUP_V2", tmp_path / "absent")
-    monkeypatch.setattr(threads, "_CGROUP_V1", tmp_path)
-    assert threads._quota() is None
-    (tmp_path / "cpu.cfs_quota_us").write_text("-1")
-    (tmp_path / "cpu.cfs_period_us").write_text("100000")
-    assert threads._quota() is None
-    (tmp_path / "cpu.cfs_quota_us").write_text("100000")
-    assert threads._quota() == 1.0
-
-
 def test_the_team_has_the_threads_asked_for_and_torch_keeps_to_one() -> None:
     before = torch.get_num_threads()
     try:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,3 +145,28 @@ def test_a_forked_child_has_no_helpers_and_does_not_miss_them() -> None:
     child.join(30)
     assert child.exitcode == 0
     assert results.get() == [1] * 16 + [16]
+
+
+def _generate_after_fork(llm: Any, params: Any, results: Any) -> None:
+    results.put(llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
+
+
+def test_a_user_may_fork_a_process_with_an_engine_in_it(tmp_path: Path) -> None:
+    """As multiprocessing does by default before Python 3.14: the child has no helper threads, and goes on without."""
+    from pagemill.engine.blank_model import write_blank_llama
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.sampling_params import SamplingParams
+
+    write_blank_llama(tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32", threads=2, skip_tokenizer_init=True, num_blocks_override=16)
+    params = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
+    expected = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    context = multiprocessing.get_context("fork")
+    for _ in range(2):
+        results = context.SimpleQueue()
+        child = context.Process(target=_generate_after_fork, args=(llm, params, results))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert results.get() == expected
+    assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == expected
