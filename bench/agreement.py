@@ -5,9 +5,9 @@ float32 would have written in its place (teacher forcing: after one difference t
 that one near tie counts once). Where they differ, the gap says how much the float32 logits prefer the other token:
 near ties are what rounding decides, a large gap is a fault.
 
-The weights of both are the same: those that the engine computes with, rounded to its dtype where it is bfloat16. With
---unrounded transformers keeps the checkpoint's own, so that the rounding of the weights counts too. Without a workload
-the engine answers the questions below, 128 tokens each.
+The weights of both are the same: those that the engine computes with, rounded to its dtype where it is bfloat16. Where
+the engine quantises them (--set quantization=int4), and with --unrounded, transformers has the checkpoint's own, so that
+what was done to the weights counts too. Without a workload the engine answers the questions below, 128 tokens each.
 """
 
 from __future__ import annotations
@@ -149,11 +149,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest-gap", type=float, default=0.1, metavar="LOGITS", help="at a difference (0.1)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine setting")
     options = parser.parse_args(arguments)
-    settings: dict[str, Any] = {"model": options.model, "dtype": "bfloat16"}
+    settings: dict[str, Any] = {"model": options.model, "dtype": "bfloat16", "quantization": "none"}
     for text in options.set:
         name, _, value = text.partition("=")
         settings[name] = int(value) if value.isdigit() else value
-    rounded = settings["dtype"] == "bfloat16" and not options.unrounded
+    plain = settings["dtype"] == "bfloat16" and settings["quantization"] == "none"
+    rounded = plain and not options.unrounded
     loads = {Path(name).stem: read(name) for name in options.workloads} or {"questions": questions(options.model)}
     written = {name: write(rows[: options.sequences], **settings) for name, rows in loads.items()}
     model = exact_model(options.model, settings.get("cache_dir"), rounded=rounded)

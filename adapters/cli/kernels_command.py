@@ -14,7 +14,8 @@ from pagemill.adapters.cli.settings import Settings
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 
-_DTYPES = ("float32", "bfloat16")
+_FORMS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"))
+"""dtype and quantization of what is built for where neither is said."""
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -29,15 +30,17 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         return _build([config])
     from pagemill.engine.blank_model import write_blank_llama
 
-    dtypes = (config.dtype,) if settings.is_given("dtype") else _DTYPES
+    said = settings.is_given("dtype") or settings.is_given("quantization")
+    forms = ((config.dtype, config.quantization),) if said else _FORMS
     with tempfile.TemporaryDirectory(prefix="pagemill-blank-") as folder:
         write_blank_llama(Path(folder))
-        return _build([config.replace(model=folder, dtype=dtype) for dtype in dtypes])
+        return _build([config.replace(model=folder, dtype=dtype, quantization=form) for dtype, form in forms])
 
 
 def _build(configs: list[EngineConfig]) -> int:
     from pagemill.engine.loader import resolve_model
     from pagemill.engine.model_runner import ModelRunner
+    from pagemill.engine.quantization import keeps_gguf
     from pagemill.kernels.ops import numba_problem
 
     if problem := numba_problem():
@@ -45,20 +48,22 @@ def _build(configs: list[EngineConfig]) -> int:
     from pagemill.kernels.cpu.ops import CpuOps
     from pagemill.kernels.cpu.target import instructions, processor
 
-    folder = _folder(configs[0])
+    kept = _folder(configs[0])
     compiled: dict[str, float] = {}
     loaded = 0
     for config in configs:
         with progress_bar() as progress:
-            ops = ModelRunner(config, resolve_model(config.model, config.cache_dir, progress), progress).ops
+            convert = not keeps_gguf(config)
+            folder = resolve_model(config.model, config.cache_dir, progress, convert_weights=convert)
+            ops = ModelRunner(config, folder, progress).ops
         assert isinstance(ops, CpuOps)
-        if ops.cache.folder != folder:
-            raise ConfigError(f"compiled kernels could not be kept in {folder}: it cannot be written any more")
+        if ops.cache.folder != kept:
+            raise ConfigError(f"compiled kernels could not be kept in {kept}: it cannot be written any more")
         compiled |= ops.cache.compiled
         loaded += ops.cache.loaded
-    size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+    size = sum(file.stat().st_size for file in kept.iterdir()) / 1e6
     print(
-        f"{len(compiled)} kernels compiled in {sum(compiled.values()):.1f} s, {loaded} were there; {folder} holds "
+        f"{len(compiled)} kernels compiled in {sum(compiled.values()):.1f} s, {loaded} were there; {kept} holds "
         f"{size:.1f} MB, for {processor()}: {instructions()}"
     )
     return 0

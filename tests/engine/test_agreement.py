@@ -12,7 +12,7 @@ MODEL = "smollm2-135m"
 ANSWERS, TOKENS = 8, 32
 
 
-@pytest.mark.parametrize(("dtype", "least", "largest_gap"), [("float32", 1.0, 1e-3), ("bfloat16", 0.97, 0.2)])
+@pytest.mark.parametrize(("dtype", "least", "largest_gap"), [("float32", 1.0, 1e-3), ("bfloat16", 0.98, 0.1)])
 def test_the_engine_writes_what_float32_would(dtype: str, least: float, largest_gap: float) -> None:
     rows = [(prompt, TOKENS) for prompt, _ in questions(MODEL)[:ANSWERS]]
     written = write(rows, model=MODEL, dtype=dtype, threads=1, num_blocks_override=256, skip_tokenizer_init=True)
