@@ -6,8 +6,8 @@ that one near tie counts once). Where they differ, the gap says how much the flo
 near ties are what rounding decides, a large gap is a fault.
 
 The weights of both are the same: those that the engine computes with, rounded to its dtype where it is bfloat16. Where
-the engine quantises them (--set quantization=int4), and with --unrounded, transformers has the checkpoint's own, so that
-what was done to the weights counts too. Without a workload the engine answers the questions below, 128 tokens each.
+the engine quantises them (--set quantization=int4), and with --unrounded, transformers has the checkpoint's own, so
+that what was done to them counts too. Without a workload the engine answers the questions below, 128 tokens each.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     for by_operation in (False, True):
         if by_operation and LAYERS not in profiler.parts:
             break  # they were computed so already
+        with profiler.attached(by_operation=by_operation):  # what only this way of running needs is compiled now
+            _generate(llm, [(rows[0][0], 2)], args.temperature)
         limits = probe(threads)
         llm.reset_prefix_cache()
         with profiler.attached(by_operation=by_operation):
