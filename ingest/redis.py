@@ -24,6 +24,7 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ClusterDownError,
+    ClusterError,
     ConnectionError,
     MasterDownError,
     MovedError,
@@ -54,6 +55,7 @@ _UNAVAILABLE = (
     AskError,
     TryAgainError,
     ClusterDownError,
+    ClusterError,  # redis-py's own: redirected too often, while a slot moves or its node is away
     OutOfMemoryError,
     NoScriptError,
 )
