@@ -12,12 +12,14 @@ from urllib.parse import urlsplit
 
 import pytest
 import redis.asyncio as aioredis
+from redis._parsers.base import BaseParser
+from redis.exceptions import ClusterError
 
 from pagemill.engine.errors import RequestError
 from pagemill.ingest.client import AsyncClient, Client, QueueUnavailableError
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
-from pagemill.ingest.redis import CONNECTIONS
+from pagemill.ingest.redis import CONNECTIONS, is_unavailable
 from tests.chaos.fault_proxy import FaultProxy
 from tests.ingest.test_subscription import Producer
 
@@ -253,3 +255,22 @@ def test_a_full_server_takes_nothing_and_recovers(port: int, redis_url: str, run
             assert (await client.submit(prompt="x", idempotency_key="k")).replayed is False
 
     run(scenario())
+
+
+def test_which_errors_mean_that_the_server_cannot_serve_now() -> None:
+    """redis-py cuts the first word off what it has a class for."""
+    now = (
+        "CLUSTERDOWN x",
+        "ASK 1 h:1",
+        "MOVED 1 h:1",
+        "TRYAGAIN x",
+        "READONLY x",
+        "MASTERDOWN x",
+        "OOM x",
+        "MISCONF x",
+    )
+    now += ("LOADING x", "NOREPLICAS x", "BUSY x", "UNKILLABLE x", "NOSCRIPT x")
+    assert all(is_unavailable(BaseParser.parse_error(message)) for message in now)
+    assert is_unavailable(ClusterError("TTL exhausted."))
+    never = ("WRONGTYPE x", "ERR x", "NOPERM x", "UNBLOCKED x", "NOGROUP x")
+    assert not any(is_unavailable(BaseParser.parse_error(message)) for message in never)
