@@ -263,11 +263,12 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once(folder: Path) -> None:
 
 def test_an_aborted_id_can_be_submitted_again_once_it_is_gone(folder: Path) -> None:
     async def test(engine: AsyncEngine) -> None:
+        prepared = await engine.prepare("same", TokenIds([2, 3]), SamplingParams(max_tokens=5))
         first = await submit(engine, "same", [2, 3], max_tokens=100)
         await first.until(lambda: len(first.tokens) >= 2)
         engine.abort("same")
         with pytest.raises(RequestError):
-            await submit(engine, "same", [2, 3])  # its last step may still be running
+            engine.submit(prepared, Stream())  # at once, while its last step may still be running
         await engine.wait_until_gone("same")
         await engine.wait_until_gone("never heard of")
         again = await submit(engine, "same", [2, 3], max_tokens=5)
