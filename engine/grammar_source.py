@@ -35,7 +35,8 @@ def _rules(spec: StructuredOutputs, convert: Callable[[str], str]) -> str:
         # One regular expression: as alternatives of a rule, thousands would be looked at one by one.
         return f"start: /{llguidance.regex_to_lark('|'.join(map(_literal, spec.choice)))}/"
     if spec.grammar is not None:
-        return _checked(convert(spec.grammar) if _GBNF_RULE.search(spec.grammar) else spec.grammar)
+        is_gbnf = _GBNF_RULE.search(spec.grammar) is not None
+        return _checked(convert(spec.grammar) if is_gbnf else spec.grammar, closed=spec.disable_additional_properties)
     schema: Any = {"type": "object"} if spec.json is None else json.loads(str(spec.json))
     return f"start: %json {_schema(schema, spec)}"
 
@@ -53,16 +54,16 @@ def _schema(schema: Any, spec: StructuredOutputs) -> str:
     return json.dumps({**({} if schema is True else schema), "x-guidance": options})
 
 
-def _checked(lark: str) -> str:
+def _checked(lark: str, *, closed: bool) -> str:
     """A caller's grammar, with its schemas made safe. Raises `ValueError` where it asks for what is not text."""
     bare = _LITERALS.sub(lambda match: " " * len(match[0]), lark)
     for mark, what in (("<", "special tokens (<...>)"), ("%llguidance", "%llguidance"), ("%lark", "%lark")):
         if mark in bare:
             raise ValueError(f"{what} cannot be part of a grammar, which is about text")
-    return _with_schemas(lark, bare)
+    return _with_schemas(lark, bare, closed=closed)
 
 
-def _with_schemas(lark: str, bare: str) -> str:
+def _with_schemas(lark: str, bare: str, *, closed: bool) -> str:
     """`lark` with its %json schemas made safe."""
     pieces: list[str] = []
     end = 0
@@ -73,7 +74,7 @@ def _with_schemas(lark: str, bare: str) -> str:
             schema, after = json.JSONDecoder().raw_decode(lark, match.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"%json is not followed by a schema: {error}") from error
-        inline = StructuredOutputs(json=schema)
+        inline = StructuredOutputs(json=schema, disable_additional_properties=closed)
         pieces += [lark[end : match.start()], "%json ", _schema(json.loads(str(inline.json)), inline)]
         end = after
     return "".join([*pieces, lark[end:]])

@@ -44,7 +44,8 @@ class StructuredOutputs:
     whitespace_pattern: with json or json_object, a regular expression for the white space between two JSON tokens; by
         default one space, or a line break with at most 40 spaces or tabs, so that white space cannot go on for ever.
     disable_any_whitespace: with json or json_object, no white space between JSON tokens.
-    disable_additional_properties: with json, an object that lists its properties has no others.
+    disable_additional_properties: with json, or the schemas in a grammar, an object that lists its properties has no
+        others.
     param: the request's field that messages and errors name.
     """
 
@@ -193,7 +194,7 @@ class StructuredOutputs:
         for name, fits in (
             ("whitespace_pattern", is_json),
             ("disable_any_whitespace", is_json),
-            ("disable_additional_properties", kind == "json"),
+            ("disable_additional_properties", kind in ("json", "grammar")),
         ):
             if getattr(self, name) and not fits:
                 raise self.error(f".{name} means nothing with {kind}; leave it out")

@@ -2,7 +2,8 @@
 
 OpenAI's `tool_choice` and `parallel_tool_calls`. A call that is forced is written under a grammar: a JSON list of
 objects with `name` and `arguments`, where the arguments follow the schema of the tool that is named. That is vLLM's
-form of "required", and it needs no template that knows tools.
+form of "required", and it needs no template that knows tools. An object that lists its properties has no others, unless
+its schema says so.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ class ToolChoice:
         rules = [f'start: "[" call {more} "]"', f"call: {calls}"]
         rules += [f"arguments_{number}: %json {_schema(tool)}" for number, tool in enumerate(chosen)]
         try:
-            return StructuredOutputs(grammar="\n".join(rules), param="tools")
+            # Closed, since models in want of an end make properties up; but the parts of an allOf name each other's.
+            closed = not any('"allOf"' in rule for rule in rules)
+            return StructuredOutputs(grammar="\n".join(rules), disable_additional_properties=closed, param="tools")
         except RequestError as error:
             raise invalid(f"tools cannot be kept to by {FIELD}: {error.message}", "tools") from error
 

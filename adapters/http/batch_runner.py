@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
@@ -24,6 +24,9 @@ from pagemill.adapters.http.files import Files
 from pagemill.adapters.http.gateway import Gateway
 from pagemill.adapters.http.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from pagemill.adapters.http.openai_fields import Asked, read_chat, read_completion
+from pagemill.adapters.http.queues import Model
+from pagemill.adapters.http.responses_body import read_response
+from pagemill.adapters.http.responses_fold import whole_response
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.ingest.async_client import AsyncClient, AsyncHandle, QueueUnavailableError
 from pagemill.ingest.keys import uuid7_hex
@@ -261,20 +264,39 @@ class BatchRunner:
         job.done[number] = kind
 
     async def _answer(self, job: _Job, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if job.batch["endpoint"] == "/v1/responses":
+            return await self._response(job, name, body)
         is_chat = job.batch["endpoint"].endswith("/chat/completions")
         asked: Asked = read_chat(body) if is_chat else read_completion(body)
         if asked.stream:
             raise invalid("stream cannot be true in a batch", "stream")
         shape: type[Answer] = ChatAnswer if is_chat else CompletionAnswer
         model = await self._gateway.queues.find(asked.model)
-        named = {} if model.queue_model is None else {"model": model.queue_model}
-        left_ms = max(1, int((job.batch["expires_at"] - time.time()) * 1000))
-        common = {**named, "tenant": job.tenant, "ttl_ms": left_ms}
-        bodies = [{"priority": PRIORITY, **fields, **common} for fields in asked.bodies]
+        bodies = [{"priority": PRIORITY, **fields, **self._common(job, model)} for fields in asked.bodies]
         names = [name] if len(bodies) == 1 else [f"{name}.{part}" for part in range(len(bodies))]
         pairs = zip(names, bodies, strict=True)
         results = await asyncio.gather(*(self._result(job, model.client, *pair) for pair in pairs))
         return shape(asked, name, int(time.time() * 1000)).whole(results, model.name)
+
+    async def _response(self, job: _Job, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        asked = read_response(body)
+        for flag, given in (("stream", asked.stream), ("background", asked.background)):
+            if given:
+                raise invalid(f"{flag} cannot be true in a batch", flag)
+        if asked.previous is not None:
+            raise invalid("previous_response_id cannot be used in a batch", "previous_response_id")
+        model = await self._gateway.queues.find(asked.model)
+        fields = {"priority": PRIORITY, **asked.request([]), **self._common(job, model)}
+        result = await self._result(job, model.client, name, fields)
+        note = {**asked.shown, "model": asked.model or model.name, "created_at": int(time.time())}
+        end = {"state": result.state, "usage": result.usage, "error": result.error}
+        return whole_response(name, note, end, asdict(result.choices[0]))
+
+    def _common(self, job: _Job, model: Model) -> dict[str, Any]:
+        """What every request of a batch has."""
+        named = {} if model.queue_model is None else {"model": model.queue_model}
+        left_ms = max(1, int((job.batch["expires_at"] - time.time()) * 1000))
+        return {**named, "tenant": job.tenant, "ttl_ms": left_ms}
 
     async def _result(self, job: _Job, client: AsyncClient, name: str, body: dict[str, Any]) -> Result:
         """The result of a request, which is submitted unless it was before; cancelled if its batch has come to an end,

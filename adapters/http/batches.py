@@ -21,7 +21,7 @@ from pagemill.engine.values import shown
 from pagemill.ingest.keys import is_request_id, uuid7_hex
 from pagemill.ingest.schema import RequestBody
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 WINDOW_S = 86_400
 DATES = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at"),

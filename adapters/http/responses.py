@@ -1,4 +1,5 @@
-"""OpenAI's Responses API, for text: ask, in the background if wanted; look, follow, go on following; cancel, forget.
+"""OpenAI's Responses API, for text and calls of tools: ask, in the background if wanted; look, follow, go on following;
+go on from an earlier one; cancel, forget.
 
 What the queue does not keep of a body (its instructions, say) lies in a note beside the request, so any gateway can
 show and resume any response.
@@ -23,13 +24,21 @@ from pagemill.adapters.http.gateway import Gateway, gateway_of, tenant_of
 from pagemill.adapters.http.generation import Generation, deadline_passed, idempotency_key, traceparent
 from pagemill.adapters.http.openai_routes import json_response
 from pagemill.adapters.http.responses_body import AskedResponse, read_response
-from pagemill.adapters.http.responses_fold import ResponseFold, request_id_of, response_object, response_of_record
+from pagemill.adapters.http.responses_fold import (
+    MESSAGES,
+    ResponseFold,
+    request_id_of,
+    response_object,
+    response_of_record,
+)
+from pagemill.adapters.http.responses_items import add_item
 from pagemill.adapters.http.streaming import ending_with_errors, patiently, response_of
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.ingest.async_client import AsyncClient
 from pagemill.ingest.records import Record
 
 CANCEL_PATIENCE_S = 5.0
+PREVIOUS = "previous_response_id"
 _NUMBER = re.compile(r"-1|[0-9]{1,12}")
 
 
@@ -41,7 +50,8 @@ async def create(request: web.Request) -> web.StreamResponse:
     asked = read_response(body)
     model = await gateway.queues.find(asked.model)
     named = {} if model.queue_model is None else {"model": model.queue_model}
-    fields = {**asked.fields, **named, "tenant": tenant, "stream": asked.stream}
+    asked_for = asked.request(await _history(request, asked.previous))
+    fields = {**asked_for, **named, "tenant": tenant, "stream": asked.stream}
     async with gateway.limits.generation(tenant):
         generation = Generation(
             gateway, model.client, [fields], key=key, traceparent=traceparent(request), lasting=asked.background
@@ -49,7 +59,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         async with generation:
             structlog.contextvars.bind_contextvars(generation=generation.id)
             headers = {"Idempotent-Replayed": "true"} if generation.is_replayed else {}
-            note = await _note(model.client, generation, asked, model.name)
+            note = await _note(model.client, generation, asked, asked_for["messages"], model.name)
             if asked.stream:
                 return await _stream(gateway, request, model.client, generation.id, note, headers=headers)
             if asked.background:
@@ -65,16 +75,39 @@ async def create(request: web.Request) -> web.StreamResponse:
             return json_response(response_of_record(record, note), headers)
 
 
-async def _note(client: AsyncClient, generation: Generation, asked: AskedResponse, model: str) -> dict[str, Any]:
-    """What a response object repeats; kept beside the request, unless it is not to be stored."""
+async def _note(
+    client: AsyncClient, generation: Generation, asked: AskedResponse, messages: list[Any], model: str
+) -> dict[str, Any]:
+    """What a response object repeats, and its conversation; kept beside the request, unless it is not to be stored."""
     if generation.is_replayed and (kept := await client.note(generation.id)) is not None:
         note: dict[str, Any] = orjson.loads(kept)
         return note
     note = {**asked.shown, "model": asked.model or model, "created_at": int(time.time())}
     if asked.store:
+        kept_messages = messages[1:] if asked.instructions is not None else messages
         ttl_ms = int(generation.timeout_s * 1000 + client.config.result_ttl_s * 1000)
-        await client.keep_note(generation.id, orjson.dumps(note), ttl_ms=ttl_ms)
+        await client.keep_note(generation.id, orjson.dumps({**note, MESSAGES: kept_messages}), ttl_ms=ttl_ms)
     return note
+
+
+async def _history(request: web.Request, previous: str | None) -> list[dict[str, Any]]:
+    """The conversation up to and with an earlier response. Raises `ApiError` 400 where it is not there any more, or
+    has no proper end."""
+    if previous is None:
+        return []
+    try:
+        _, record, note = await _find(request, previous)
+    except ApiError as error:
+        message = f"previous response {previous[:128]!r} is not there; it may have expired, or was not stored"
+        raise ApiError(400, message, param=PREVIOUS, code="previous_response_not_found") from error
+    if record.state != "completed":
+        state = record.state if record.has_ended else "not finished"
+        message = f"previous response {previous[:128]!r} is {state}; only one that has completed can be gone on from"
+        raise ApiError(400, message, param=PREVIOUS, code="previous_response_not_completed")
+    messages: list[dict[str, Any]] = list(note[MESSAGES])
+    for number, item in enumerate(response_of_record(record, note)["output"]):
+        add_item(messages, f"output[{number}]", item)
+    return messages
 
 
 async def show(request: web.Request) -> web.StreamResponse:
@@ -108,8 +141,8 @@ async def delete(request: web.Request) -> web.Response:
     return json_response({"id": request.match_info["id"], "object": "response", "deleted": True})
 
 
-async def _find(request: web.Request) -> tuple[AsyncClient, Record, dict[str, Any]]:
-    name = request.match_info["id"]
+async def _find(request: web.Request, given: str | None = None) -> tuple[AsyncClient, Record, dict[str, Any]]:
+    name = request.match_info["id"] if given is None else given
     request_id = request_id_of(name)
     if request_id is not None:
         with contextlib.suppress(ApiError):

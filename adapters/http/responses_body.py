@@ -1,35 +1,32 @@
-"""Bodies of OpenAI's Responses API as requests of the queue: text in, text out.
+"""Bodies of OpenAI's Responses API as requests of the queue: text and calls of the client's own tools.
 
-What asks for more (tools, stored conversations, reasoning, other modalities) is refused by name, at whatever value
-would change the answer. Items of an earlier answer may be sent back as input.
+What asks for more (hosted tools, stored conversations, other modalities) is refused by name, at whatever value would
+change the answer. Items of an earlier answer may be sent back as input, or be named by `previous_response_id`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagemill.adapters.http.responses_items import chat_tools, messages_of
+from pagemill.engine.chat import CHAT_FIELDS, Chat
 from pagemill.engine.errors import invalid
 from pagemill.engine.values import shown
 
-_PARTS = ("input_text", "output_text", "text")
 HINTS = frozenset(
     (
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        *("service_tier", "parallel_tool_calls", "stream_options", "max_tool_calls", "store"),
+        *("service_tier", "stream_options", "max_tool_calls", "store", "reasoning"),
     )
 )
 # Accepted at these values only.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
     "conversation": (),
     "prompt": (),
-    "tools": ([],),
-    "tool_choice": ("auto", "none"),
     "truncation": ("disabled",),
-    "include": ([],),
-    "reasoning": ({},),
+    "include": ([], ["reasoning.encrypted_content"]),  # there is none
 }
 PASSED = frozenset(
     (
@@ -39,20 +36,33 @@ PASSED = frozenset(
     )
 )
 _OWN = frozenset(
-    ("model", "input", "instructions", "max_output_tokens", "stream", "background", "text", "top_logprobs")
+    (
+        *("model", "input", "instructions", "max_output_tokens", "stream", "background", "text", "top_logprobs"),
+        *("tools", "tool_choice", "parallel_tool_calls", "previous_response_id"),
+    )
 )
 
 
 @dataclass(frozen=True, slots=True)
 class AskedResponse:
-    """What a body asks for. `fields`: the request of the queue. `shown`: what of it a response object repeats."""
+    """What a body asks for. `fields`: the request of the queue, but for its messages. `messages`: those of `input`.
+    `instructions`: the system's, which later responses do not inherit. `previous`: the id of the response to go on
+    from. `shown`: what of the body a response object repeats."""
 
     fields: dict[str, Any]
+    messages: list[dict[str, Any]]
+    instructions: str | None
+    previous: str | None
     shown: dict[str, Any]
     model: str | None
     stream: bool
     background: bool
     store: bool
+
+    def request(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The request of the queue. `history`: the conversation before `input`."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return {**self.fields, "messages": [*system, *history, *self.messages]}
 
 
 def read_response(body: Mapping[str, Any]) -> AskedResponse:
@@ -67,6 +77,8 @@ def read_response(body: Mapping[str, Any]) -> AskedResponse:
             fields[name] = value
         elif name in NEUTRAL and not any(value == item for item in NEUTRAL[name]):
             raise invalid(f"{name} is not supported; leave it out", name)
+    if not isinstance(body.get("reasoning"), dict | None):
+        raise invalid("reasoning must be an object", "reasoning")
     flags = {name: _flag(name, body.get(name)) for name in ("stream", "background")}
     store = body.get("store")
     if store is not None and not isinstance(store, bool):
@@ -91,24 +103,30 @@ def read_response(body: Mapping[str, Any]) -> AskedResponse:
     text = _text(body.get("text"))
     if text["format"]["type"] != "text":
         fields["response_format"] = _response_format(text["format"])
-    system = [{"role": "system", "content": instructions}] if instructions is not None else []
-    fields["messages"] = [*system, *_messages(body.get("input"))]
+    previous = body.get("previous_response_id")
+    if previous is not None and not isinstance(previous, str):
+        raise invalid("previous_response_id must be a string", "previous_response_id")
+    messages = messages_of(body.get("input"))
+    tools = _tools(body, fields)
     return AskedResponse(
         fields=fields,
+        messages=messages,
+        instructions=instructions,
+        previous=previous,
         shown={
             "background": flags["background"],
             "instructions": instructions,
             "max_output_tokens": limit,
             "metadata": body.get("metadata") or {},
-            "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+            "previous_response_id": previous,
+            "reasoning": {"effort": None, "summary": None, **(body.get("reasoning") or {})},
             "service_tier": "default",
             "store": store is not False,
             "temperature": 1.0 if body.get("temperature") is None else body["temperature"],
             "text": text,
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": tools,
             "top_p": 1.0 if body.get("top_p") is None else body["top_p"],
             "truncation": "disabled",
             "user": body.get("user"),
@@ -119,32 +137,20 @@ def read_response(body: Mapping[str, Any]) -> AskedResponse:
     )
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise invalid("input is needed: a string, or a list of messages", "input")
-    return [_message(f"input[{number}]", item) for number, item in enumerate(value)]
-
-
-def _message(where: str, item: Any) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise invalid(f"{where} must be a message", where)
-    if item.get("type", "message") != "message":
-        raise invalid(f"{where}.type {shown(item['type'])} is not supported; only messages are", f"{where}.type")
-    for name in item:
-        if name not in ("type", "role", "content", "id", "status", "phase"):
-            raise invalid(f"unknown field {shown(name)} in {where}", f"{where}.{name[:64]}")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [_part(f"{where}.content[{number}]", part) for number, part in enumerate(content)]
-    return {"role": item.get("role"), "content": content}
-
-
-def _part(where: str, part: Any) -> dict[str, Any]:
-    if not isinstance(part, dict) or part.get("type") not in _PARTS or not isinstance(part.get("text"), str):
-        raise invalid(f"{where} must be a text part; other kinds are not supported", where)
-    return {"type": "text", "text": part["text"]}
+def _tools(body: Mapping[str, Any], fields: dict[str, Any]) -> list[Any]:
+    """The tools as a response shows them; what the queue wants to know of them is added to `fields`."""
+    tools = body.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise invalid("tools must be a list", "tools")
+    if tools:
+        fields["tools"] = chat_tools(tools)
+    for name in ("tool_choice", "parallel_tool_calls"):
+        if body.get(name) is not None:
+            fields[name] = body[name]
+    Chat.from_mapping(
+        {"messages": [{"role": "user", "content": ""}], **{n: fields[n] for n in CHAT_FIELDS if n in fields}}
+    )
+    return tools or []
 
 
 def _text(value: Any) -> dict[str, Any]:

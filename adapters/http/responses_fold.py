@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagemill.adapters.http.responses_items import OutputItems, output_of, tool_choice_of
 from pagemill.ingest.records import Record
 from pagemill.ingest.subscription import Event
 
 ResponseEvent = dict[str, Any]
 PREFIX = "resp_"
+MESSAGES = "messages"  # of a note: the conversation up to this response, which later ones may go on from
 
 
 def response_id(request_id: str) -> str:
@@ -35,7 +37,7 @@ def response_object(request_id: str, note: Mapping[str, Any], **changes: Any) ->
         "incomplete_details": None,
         "output": [],
         "usage": None,
-        **note,
+        **{name: item for name, item in note.items() if name != MESSAGES},
         **changes,
     }
 
@@ -46,13 +48,23 @@ def response_of_record(record: Record, note: Mapping[str, Any]) -> dict[str, Any
         return response_object(record.request_id, note, status="queued" if record.state == "queued" else "in_progress")
     choice = next(iter(record.result or ()), None)
     end = {"state": record.state, "usage": record.usage, "error": record.error}
-    finish_reason = None if choice is None else choice["finish_reason"]
-    text = None if choice is None else choice["text"]
-    return ended_response(record.request_id, note, end, text, finish_reason)
+    return whole_response(record.request_id, note, end, choice)
+
+
+def whole_response(
+    request_id: str, note: Mapping[str, Any], end: Mapping[str, Any], choice: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The response of an ended request. `end` has state, usage and error, `choice` its only choice."""
+    output = None if choice is None else output_of(request_id, note, choice)
+    return ended_response(request_id, note, end, output, None if choice is None else choice["finish_reason"])
 
 
 def ended_response(
-    request_id: str, note: Mapping[str, Any], done: Mapping[str, Any], text: str | None, finish_reason: str | None
+    request_id: str,
+    note: Mapping[str, Any],
+    done: Mapping[str, Any],
+    output: list[dict[str, Any]] | None,
+    finish_reason: str | None,
 ) -> dict[str, Any]:
     """The final response. `done` has state, usage and error as the event of that name."""
     state, usage, error = done["state"], done.get("usage") or {}, done.get("error") or {}
@@ -61,9 +73,8 @@ def ended_response(
         changes |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
     elif changes["status"] == "failed":
         changes["error"] = {"code": "server_error", "message": error.get("message", f"the request ended as {state}")}
-    if text is not None:
-        is_whole = changes["status"] == "completed"
-        changes["output"] = [_item(request_id, text, "completed" if is_whole else "incomplete")]
+    if output is not None:
+        changes["output"] = output
     prompt, completion = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     changes["usage"] = {
         "input_tokens": prompt,
@@ -75,15 +86,6 @@ def ended_response(
     return response_object(request_id, note, **changes)
 
 
-def _item(request_id: str, text: str | None, status: str) -> dict[str, Any]:
-    content = [] if text is None else [_part(text)]
-    return {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
 class ResponseFold:
     """Folds a request's events, from its first on, into a response's events."""
 
@@ -92,8 +94,7 @@ class ResponseFold:
         self._note = note
         self._number = 0
         self._has_begun = False
-        self._has_item = False
-        self._text: list[str] = []
+        self._items: OutputItems | None = None
         self._finish_reason: str | None = None
 
     def accepted(self) -> list[ResponseEvent]:
@@ -112,32 +113,20 @@ class ResponseFold:
             self._has_begun = True
             response = response_object(self._id, self._note, status="in_progress")
             found.append(self._event("response.in_progress", response=response))
-        if kind in ("delta", "choice") and not self._has_item:
-            self._has_item = True
-            item = _item(self._id, None, "in_progress")
-            found.append(self._event("response.output_item.added", output_index=0, item=item))
-            found.append(self._in_part("response.content_part.added", part=_part("")))
-        if kind == "delta" and event["text"]:
-            self._text.append(event["text"])
-            found.append(self._in_part("response.output_text.delta", delta=event["text"], logprobs=[]))
-        elif kind == "choice" and self._finish_reason is None:
+            self._items = OutputItems(self._id, event.get("tool_parser"), tool_choice_of(self._note))
+        if kind == "delta" and self._items is not None:
+            found += [self._event(**item) for item in self._items.add(event["text"])]
+        elif kind == "choice" and self._items is not None and self._finish_reason is None:
             self._finish_reason = event["finish_reason"]
-            text, is_whole = "".join(self._text), event["finish_reason"] == "stop"
-            found.append(self._in_part("response.output_text.done", text=text, logprobs=[]))
-            found.append(self._in_part("response.content_part.done", part=_part(text)))
-            item = _item(self._id, text, "completed" if is_whole else "incomplete")
-            found.append(self._event("response.output_item.done", output_index=0, item=item))
+            found += [self._event(**item) for item in self._items.end(event["finish_reason"])]
         elif kind == "done":
-            text_or_none = "".join(self._text) if self._has_item else None
-            response = ended_response(self._id, self._note, event, text_or_none, self._finish_reason)
+            output = self._items.items if self._items is not None and self._items.items else None
+            response = ended_response(self._id, self._note, event, output, self._finish_reason)
             # OpenAI has no event for a cancelled response; the response in it says so.
             ends = {"completed": "completed", "incomplete": "incomplete", "cancelled": "incomplete"}
             found.append(self._event(f"response.{ends.get(response['status'], 'failed')}", response=response))
         return found
 
-    def _in_part(self, kind: str, **fields: Any) -> ResponseEvent:
-        return self._event(kind, item_id=f"msg_{self._id}", output_index=0, content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+    def _event(self, type: str, **fields: Any) -> ResponseEvent:
         self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **fields}
+        return {"type": type, "sequence_number": self._number - 1, **fields}

@@ -143,3 +143,26 @@ def test_cancelling_and_going_on_elsewhere(
             assert {orjson.loads(item)["error"]["code"] for item in errors} == {"batch_cancelled"} and len(errors) == 8
 
     tried(scenario, http_batch_requests=3)
+
+
+def test_a_batch_of_responses(tried: Any) -> None:
+    async def scenario(web: Web) -> None:
+        url = "/v1/responses"
+        good = {"input": "Say hello.", "max_output_tokens": 3, "temperature": 0}
+        lines = [line("a", good, url), line("b", {**good, "stream": True}, url)]
+        lines.append(line("c", {**good, "previous_response_id": "resp_x"}, url))
+        async with web.openai() as client:
+            file = await client.files.create(file=("x.jsonl", b"\n".join(lines)), purpose="batch")
+            batch = await client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+            done = await ended(client, batch.id)
+            assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 1, 2)
+            answer = orjson.loads((await client.files.content(done.output_file_id)).content)["response"]["body"]
+            whole = await client.responses.create(model="smollm2-135m", **good)
+            assert answer["object"] == "response" and answer["output"][0]["content"][0]["text"] == whole.output_text
+            errors = (await client.files.content(done.error_file_id)).content.splitlines()
+            assert [orjson.loads(item)["response"]["body"]["error"]["param"] for item in errors] == [
+                "stream",
+                "previous_response_id",
+            ]
+
+    tried(scenario)

@@ -108,9 +108,13 @@ def test_cancelling_and_leaving(tried: Any, engine: AsyncEngine) -> None:
 
 
 REFUSED = [
-    ({"input": []}, "input"), ({}, "input"), ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+    ({"input": []}, "input"), ({}, "input"), ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"), ({"input": "x", "n": 2}, "n"),
-    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]"),
+    ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0]"), ({"input": "x", "tools": 1}, "tools"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type"), ({"input": "x", "reasoning": "high"}, "reasoning"),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+    ({"input": "x", "previous_response_id": 1}, "previous_response_id"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ({"input": "x", "background": True, "store": False}, "store"), ({"input": "x", "temperature": 900}, "temperature"),
     ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"), ({"input": "x " * 900}, "prompt"),
@@ -148,3 +152,116 @@ def test_a_fold_is_the_same_wherever_it_is_cut() -> None:
     assert folded() == folded()
     assert [item["sequence_number"] for item in folded()] == list(range(11))
     assert folded()[-1]["response"]["output"][0]["content"][0]["text"] == "Hello"
+
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    "strict": False,
+}
+
+
+def test_calls_of_tools_and_their_results(tried: Any) -> None:
+    """A call is an item of its own, whole and streamed; its result goes on from the response that has it."""
+
+    async def scenario(web: Web) -> None:
+        asked: dict[str, Any] = {**ASK, "input": "What is 3 + 4?", "tools": [ADD], "max_output_tokens": 60}
+        forced: Any = {"type": "function", "name": "add"}
+        async with web.openai() as client:
+            whole = await client.responses.create(**asked, tool_choice=forced)
+            (call,) = whole.output
+            assert call.type == "function_call" and call.name == "add" and call.status == whole.status == "completed"
+            assert set(orjson.loads(call.arguments)) <= {"a", "b"} and whole.tools[0].type == "function"
+            again = await client.responses.retrieve(whole.id)
+            assert again.output == whole.output, "read anew it is the same call with the same id"
+            stream = await client.responses.create(
+                **asked, tool_choice="required", parallel_tool_calls=False, stream=True
+            )
+            events: list[Any] = [event async for event in stream]
+            kinds = list(dict.fromkeys(event.type for event in events))
+            assert kinds[2:] == [
+                *("response.output_item.added", "response.function_call_arguments.delta"),
+                *("response.function_call_arguments.done", "response.output_item.done", "response.completed"),
+            ]
+            deltas = "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta")
+            assert events[-1].response.output[0].arguments == deltas
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+            told: Any = {**asked, "input": [result], "max_output_tokens": 8}
+            answer = await client.responses.create(**told, previous_response_id=whole.id)
+            assert answer.output_text and answer.previous_response_id == whole.id
+            spelt = [{"role": "user", "content": asked["input"]}, call.model_dump(), result]
+            same = await client.responses.create(**{**told, "input": spelt})
+            assert same.output_text == answer.output_text and same.usage == same.usage
+            assert same.usage is not None and answer.usage is not None
+            assert same.usage.input_tokens == answer.usage.input_tokens
+
+    tried(scenario)
+
+
+def test_a_conversation_goes_on_from_what_is_stored(tried: Any, queue_config: QueueConfig) -> None:
+    async def scenario(web: Web) -> None:
+        async with web.openai() as client, gateway(queue_config) as other, other.openai() as second:
+            first = await client.responses.create(**ASK, instructions="Be brief.")
+            assert first.output_text
+            then = await second.responses.create(**{**ASK, "input": "Again."}, previous_response_id=first.id)
+            third = await client.responses.create(**{**ASK, "input": "More."}, previous_response_id=then.id)
+            spoken = [
+                {"role": "user", "content": "Say hello."},
+                {"role": "assistant", "content": first.output_text},
+                {"role": "user", "content": "Again."},
+                {"role": "assistant", "content": then.output_text},
+                {"role": "user", "content": "More."},
+            ]
+            spelt = await client.responses.create(**{**ASK, "input": spoken})
+            assert spelt.usage is not None and third.usage is not None
+            assert (spelt.usage.input_tokens, spelt.output_text) == (third.usage.input_tokens, third.output_text)
+            raw = (await web.get(f"/v1/responses/{third.id}")).json
+            assert "messages" not in raw, "what is kept for later is not part of the response"
+            await client.responses.delete(first.id)
+            passing = await client.responses.create(**ASK, store=False)
+            running = await client.responses.create(**{**ASK, "max_output_tokens": 300}, background=True)
+            for name, code in (
+                (first.id, "previous_response_not_found"),
+                (passing.id, "previous_response_not_found"),
+                ("nonsense", "previous_response_not_found"),
+                (running.id, "previous_response_not_completed"),
+            ):
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await client.responses.create(**ASK, previous_response_id=name)
+                assert (refused.value.code, refused.value.param) == (code, "previous_response_id")
+            await client.responses.cancel(running.id)
+            assert (await client.responses.retrieve(then.id)).output_text == then.output_text
+
+    tried(scenario)
+
+
+def test_text_and_calls_are_items_in_their_order() -> None:
+    note = {
+        "background": False,
+        "model": "m",
+        "created_at": 1,
+        "tools": [ADD],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+    }
+    text = (
+        'Well. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "add", "arguments": {}}'
+    )
+    events: list[dict[str, Any]] = [
+        {"type": "started", "tool_parser": "hermes"},
+        *({"type": "delta", "text": letter} for letter in f"{text} so"),
+        {"type": "choice", "finish_reason": "length"},
+        {"type": "done", "state": "completed", "usage": {"prompt_tokens": 1, "completion_tokens": 2}},
+    ]
+    fold = ResponseFold("a", note)
+    folded = [*fold.accepted(), *(item for event in events for item in fold.add(event))]
+    assert [item["sequence_number"] for item in folded] == list(range(len(folded)))
+    output = folded[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "function_call", "message"]
+    assert [item["status"] for item in output] == ["completed", "completed", "completed", "incomplete"]
+    assert len({item["id"] for item in output}) == 4
+    done = [item for item in folded if item["type"] == "response.output_item.done"]
+    assert [(item["output_index"], item["item"]) for item in done] == list(enumerate(output))
+    added = [item for item in folded if item["type"] == "response.output_item.added"]
+    assert [item["item"]["id"] for item in added] == [item["id"] for item in output]

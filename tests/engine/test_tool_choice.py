@@ -91,6 +91,7 @@ def test_without_tools_there_is_nothing_to_choose() -> None:
         ("I will not.", False, False),
         ('[{"name": "weather", "arguments": {}}]', False, False),
         ('[{"name": "weather", "arguments": {"town": "Ulm", "day": 2}}]', False, False),
+        ('[{"name": "weather", "arguments": {"town": "Ulm", "more": 1}}]', False, False),
         ('[{"name": "wetter", "arguments": {"town": "Ulm"}}]', False, False),
         ('[{"name": "übersetze/x", "arguments": {"a": 1}}]', False, False),
     ],
