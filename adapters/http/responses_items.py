@@ -151,10 +151,12 @@ class OutputItems:
     def _open_message(self) -> Iterator[ItemEvent]:
         number = sum(item["type"] == "message" for item in self.items)
         name = f"msg_{self._request_id}" + (f"_{number}" if number else "")
-        item = {"id": name, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        item: dict[str, Any] = {"id": name, "type": "message", "role": "assistant", "status": "in_progress"}
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item["content"] = []
         yield self._open(item)
-        item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-        yield self._in_part("response.content_part.added", part=dict(item["content"][0]))
+        item["content"] = [part]
+        yield self._in_part("response.content_part.added", part=dict(part))
 
     def _add_text(self, text: str) -> Iterator[ItemEvent]:
         self.items[-1]["content"][0]["text"] += text
