@@ -33,6 +33,9 @@ async function send(event) {
     messages: [{ role: "user", content: part("prompt").value }],
     max_tokens: Number(part("tokens").value),
     temperature: Number(part("temperature").value),
+    // Closing the page ends the answer, but a reload is in time to go on with it.
+    on_disconnect: "cancel",
+    watch_ms: 5000,
   };
   try {
     const answer = await fetch("/v1/requests", {
