@@ -40,6 +40,7 @@ CHAT_FIELDS = (
 
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 _KWARG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_PART_FIELDS = ("type", "text", "cache_control")  # the last is a hint to other servers, which keep prefixes by it
 _TEXT_PARTS = ("text", "input_text")
 # Parts of an answer that say nothing to a model, at the values that clients send back unasked.
 _EMPTY_PARTS: dict[str, tuple[Any, ...]] = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
@@ -272,7 +273,7 @@ def _content(name: str, value: object) -> str:
         where = f"{name}[{number}]"
         if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
             raise invalid(f"{where} must be a text part; other kinds are not supported", where)
-        if any(field not in ("type", "text") and item is not None for field, item in part.items()):
+        if any(field not in _PART_FIELDS and item is not None for field, item in part.items()):
             raise invalid(f"{where} must hold type and text and nothing else", where)
         texts.append(_string(f"{where}.text", part.get("text")))
     return "".join(texts)

@@ -106,6 +106,9 @@ def _schema(tool: Mapping[str, Any]) -> str:
     schema: dict[str, Any] = dict(tool.get("parameters") or {})
     if not schema:
         schema = {"properties": {}, "additionalProperties": False}
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise invalid(f"parameters of the tool {tool['name']} must be those of an object, got {shown(kind)}", "tools")
     if not {"$ref", "anyOf", "allOf", "oneOf"} & schema.keys():
         schema["type"] = "object"
     return json.dumps(schema, ensure_ascii=False)

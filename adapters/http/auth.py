@@ -72,7 +72,10 @@ def _unauthorised(message: str) -> ApiError:
 
 
 def _check_local(request: web.BaseRequest) -> None:
-    host = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+    try:
+        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+    except ValueError:  # half of an IPv6 address
+        host = ""
     if not is_loopback(host):
         raise ApiError(403, "without API keys only localhost is served", code="forbidden_host")
 

@@ -16,12 +16,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pagemill.adapters.http.errors import ApiError
 from pagemill.ingest.schema import MAX_DEPTH
 
+_ENCODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
 _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 
 async def read_json(request: web.Request, timeout_s: float) -> dict[str, Any]:
     """The body as an object. Raises `ApiError`: 400, 408, 413 or 415."""
     _check_type(request)
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in _ENCODINGS:
+        raise bad_encoding(repr(encoding[:64]))
     data = await read_bytes(request, timeout_s)
     if not data:
         raise ApiError(400, "the body is empty; a JSON object is needed", param="body", code="invalid_json")
@@ -53,6 +57,11 @@ async def read_bytes(request: web.Request, timeout_s: float) -> bytes:
         raise ApiError(
             400, f"the body cannot be read: {_first_line(error)}", param="body", code="invalid_body", headers=_CLOSE
         ) from None
+
+
+def bad_encoding(given: str) -> ApiError:
+    message = f"a body may be packed by gzip or deflate, or not at all; got {given}"
+    return ApiError(415, message, param="Content-Encoding", code="unsupported_encoding", headers=_CLOSE)
 
 
 _CLOSE = {"Connection": "close"}  # what is left of the body is not read

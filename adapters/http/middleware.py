@@ -26,6 +26,7 @@ QUIET_PATHS = frozenset(("/healthz", "/readyz", "/metrics", "/overview.json"))
 CORS_METHODS = "GET, POST, DELETE, OPTIONS"
 CORS_EXPOSED = "x-request-id, x-should-retry, retry-after-ms, Retry-After, Idempotent-Replayed, Location"
 CORS_AGE_S = 600
+SERVER_NAME = "pagemill"
 
 _GOOD_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _log = structlog.get_logger(__name__)
@@ -101,6 +102,8 @@ def _reason(request: web.Request, error: web.HTTPException) -> str:
     path = request.path[:128]
     if error.status == 404:
         hint = "" if path.startswith("/v1/") else "; the API's routes begin with /v1"
+        if path.startswith("/v1/v1/"):
+            hint = "; the client adds /v1 to a base URL that has it already"
         return f"no route {request.method} {path}{hint}"
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"{request.method} is not allowed on {path}; allowed: {', '.join(sorted(error.allowed_methods))}"
@@ -115,7 +118,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     """Before the head of any answer is sent: the request's name, and what a browser of an allowed origin needs."""
     if REQUEST_ID in request:
         response.headers["x-request-id"] = request[REQUEST_ID]
-    response.headers["Server"] = "pagemill"
+    response.headers["Server"] = SERVER_NAME
     response.headers["X-Content-Type-Options"] = "nosniff"
     allowed = _allowed_origin(gateway_of(request), request)
     if allowed is not None:

@@ -24,7 +24,10 @@ _KINDS: dict[type, str] = {bool: "a boolean", int: "a number", float: "a number"
 _READ = frozenset(("model", "stream", "stream_options"))
 # Taken over as they are.
 _QUEUE_FIELDS = frozenset(
-    ("watch_ms", "flush_ms", "token_ids", "cache_salt", "priority", "ttl_ms", "max_attempts", "metadata")
+    (
+        *("watch_ms", "flush_ms", "token_ids", "cache_salt", "priority", "ttl_ms", "max_attempts", "metadata"),
+        "callback",
+    )
 )
 PASSED = (frozenset(SAMPLING_FIELDS) | _QUEUE_FIELDS) - {"best_of"}
 # Hints: what they ask for is left to the server in OpenAI's words too.
@@ -83,7 +86,7 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
             raise invalid("echo needs prompts given as text", "echo")
         echoed = [str(prompt) for prompt in prompts]
         no_tokens = type(max_tokens) is int and max_tokens == 0
-        if fields.get("logprobs") not in (None, False):
+        if _is_wanted(fields.get("logprobs")):
             fields.setdefault("prompt_logprobs", fields["logprobs"])
     if max_tokens is not None:
         fields["max_tokens"] = 1 if no_tokens else max_tokens
@@ -95,7 +98,7 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
         model=common.model,
         stream=common.stream,
         include_usage=common.include_usage,
-        logprobs=fields.get("logprobs") not in (None, False),
+        logprobs=_is_wanted(fields.get("logprobs")),
         token_ids=fields.get("token_ids") is True,
         prompt_logprobs=prompt_logprobs,
         echoed=echoed,
@@ -200,9 +203,16 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
         return [prompt]
     if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt)):
         raise invalid("prompt must hold strings only, token ids only, or lists of token ids only", "prompt")
+    if not all(prompt):
+        raise invalid("prompt must not hold an empty prompt", "prompt")
     if len(prompt) > MAX_PROMPTS:
         raise invalid(f"prompt may hold at most {MAX_PROMPTS} prompts, got {len(prompt)}", "prompt")
     return prompt
+
+
+def _is_wanted(logprobs: Any) -> bool:
+    """Whether log-probabilities are asked for: 0 means those of the tokens alone."""
+    return logprobs is not None and logprobs is not False
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -117,6 +117,7 @@ COMMON: dict[str, Schema] = {
     "ttl_ms": integer(1, MAX_TTL_MS),
     "max_attempts": integer(1, 100),
     "metadata": METADATA,
+    "callback": {"type": ["object", "null"]},
 }
 MODEL = text(256, 1)
 KEY = text(480, 1)
@@ -238,7 +239,6 @@ REQUEST = closed(
         "logprobs": integer(0, MAX_LOGPROBS),
         "tenant": text(128, 1),
         "on_disconnect": {"enum": ["continue", "cancel", None]},
-        "callback": {"type": ["object", "null"]},
         "idempotency_key": KEY,
     }
 )

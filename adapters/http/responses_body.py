@@ -32,7 +32,7 @@ PASSED = frozenset(
     (
         *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "logit_bias", "priority", "ttl_ms", "cache_salt", "max_attempts", "flush_ms"),
-        *("chat_template_kwargs", "metadata", "structured_outputs"),
+        *("chat_template_kwargs", "metadata", "structured_outputs", "callback"),
     )
 )
 _OWN = frozenset(

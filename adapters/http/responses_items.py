@@ -17,6 +17,7 @@ from pagemill.engine.values import shown
 
 _PARTS = ("input_text", "output_text", "text")
 _ITEMS = ("message", "function_call", "function_call_output")
+_ROLES = ("system", "developer", "user", "assistant")
 _FIELDS = {
     "message": ("type", "role", "content", "id", "status", "phase"),
     "function_call": ("type", "call_id", "name", "arguments", "id", "status"),
@@ -71,6 +72,10 @@ def add_item(messages: list[dict[str, Any]], where: str, item: Any) -> None:
         if name not in _FIELDS[kind] and given is not None:
             raise invalid(f"unknown field {shown(name)} in {where}", f"{where}.{name[:64]}")
     if kind == "message":
+        if item.get("role") not in _ROLES:
+            raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
+        if not isinstance(item.get("content"), str | list):
+            raise invalid(f"{where}.content must be a string or a list of text parts", f"{where}.content")
         messages.append({"role": item.get("role"), "content": _content(f"{where}.content", item.get("content"))})
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "type": "function"}

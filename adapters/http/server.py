@@ -14,9 +14,11 @@ from aiohttp.abc import AbstractAccessLogger
 
 from pagemill.adapters.http.app import make_app
 from pagemill.adapters.http.batch_runner import BatchRunner
+from pagemill.adapters.http.body import bad_encoding
 from pagemill.adapters.http.config import GatewayConfig
 from pagemill.adapters.http.errors import http_error, internal_error
 from pagemill.adapters.http.gateway import Gateway
+from pagemill.adapters.http.middleware import SERVER_NAME
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.config import QueueConfig
 
@@ -52,9 +54,12 @@ class JsonProtocol(web.RequestHandler):
             _log.error("a request failed outside of its handler", reason=repr(exc))
             error = internal_error()
         else:
-            lines = (message or "the request is not HTTP").strip().splitlines()
-            error = http_error(status, lines[0] if lines else "the request is not HTTP")
+            lines = (message or "").strip().splitlines()
+            reason = lines[0] if lines else "the request is not HTTP"
+            error = http_error(status, reason, {"Server": SERVER_NAME})
             error.code = "invalid_http"
+            if "content-encoding" in reason:
+                error = bad_encoding("another")
         response = error.response()
         response.force_close()
         return response
@@ -62,6 +67,8 @@ class JsonProtocol(web.RequestHandler):
     async def finish_response(
         self, request: Any, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPException):  # raised before any handler: an expectation that nobody knows
+            resp = http_error(resp.status, resp.text or resp.reason).response()
         try:
             async with asyncio.timeout(self.write_timeout_s):
                 return await super().finish_response(request, resp, start_time)

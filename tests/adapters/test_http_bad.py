@@ -56,6 +56,10 @@ BODIES: list[tuple[bytes, dict[str, str], int, str]] = [
     (b'{"prompt":"x"}', {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
     (b"prompt=x", {"Content-Type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
     (b'{"prompt":"x"}', {"Content-Type": "application/json; charset=utf-16"}, 415, "unsupported_media_type"),
+    (b'{"prompt":"x"}', {**JSON, "Content-Encoding": "lzma"}, 415, "unsupported_encoding"),
+    (b'{"prompt":1e400}', JSON, 400, "invalid_json"),
+    (b'{"prompt":"x"}{}', JSON, 400, "invalid_json"),
+    (b'{"__proto__":{}}', JSON, 400, "invalid_request"),
     (b"not gzip", {**JSON, "Content-Encoding": "gzip"}, 400, "invalid_body"),
     (gzip.compress(b'{"prompt":' + b" " * 3_000_000 + b'"x"}'), {**JSON, "Content-Encoding": "gzip"}, 413, "too_large"),
     (b'"' + b"x" * 3_000_000 + b'"', JSON, 413, "too_large"),
@@ -88,6 +92,8 @@ PATHS = [
     ("GET", "/v1/models/a%00b", 404), ("GET", "/v1/requests/..%2f..%2fetc", 404), ("GET", "/v1/requests/%F0%9F", 404),
     ("GET", "/v1/requests/" + "a" * 3000, 404), ("POST", "/v1/requests/nobody/cancel", 404),
     ("GET", "/v1/requests/nobody/events", 404), ("GET", "//v1/models", 404), ("TRACE", "/v1/models", 405),
+    ("GET", "/v1/v1/models", 404), ("CONNECT", "localhost:80", 404), ("POST", "http://evil.example/v1/x", 404),
+
 ]  # fmt: skip
 
 
@@ -122,6 +128,11 @@ HEADS = [
     b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999999\r\n\r\n{}",
+    b"GET /healthz HTTP/1.1\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
 ]
 
@@ -131,6 +142,7 @@ def test_what_is_not_http(alone: Any) -> None:
         for data in HEADS:
             spoken = read(await web.raw(data))
             assert (spoken.status, spoken.error["code"]) == (400, "invalid_http"), data[:60]
+            assert spoken.headers["Server"] == "pagemill", "no more is told of what it runs on"
         assert (await web.get("/healthz")).status == 200
 
     alone(scenario)
@@ -151,6 +163,33 @@ def test_slow_and_broken_bodies(alone: Any) -> None:
         assert silent == b""
 
     alone(scenario, http_read_timeout_s=0.3, http_idle_timeout_s=0.6)
+
+
+ODD: list[tuple[bytes, int, str | None]] = [
+    (b"Expect: magic\r\nContent-Length: 2\r\n\r\n{}", 417, None),
+    (b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{}", 400, "invalid_request"),
+    (b"Content-Encoding: br\r\nContent-Length: 2\r\n\r\n{}", 415, "unsupported_encoding"),
+    (b"Content-Encoding: zstd\r\nContent-Length: 2\r\n\r\n{}", 415, "unsupported_encoding"),
+    (b"Upgrade: h2c\r\nContent-Length: 2\r\n\r\n{}", 400, "invalid_request"),
+    (b"Content-Length: 1\r\n\r\n{}", 400, "invalid_http"),
+]
+
+
+def test_odd_heads_are_answered_in_json(alone: Any) -> None:
+    async def scenario(web: Web) -> None:
+        for rest, status, code in ODD:
+            answer = await web.raw(POST.replace(b"\r\n", b"\r\nConnection: close\r\n", 1) + rest)
+            spoken = read(answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n"))
+            assert (spoken.status, spoken.error["code"]) == (status, code), (rest, answer)
+        for host in (b"[::1", b"loc alhost", b"", b"localhost.evil.example", b"evil@localhost.example"):
+            answer = await web.raw(b"GET /v1/models HTTP/1.1\r\nConnection: close\r\nHost: " + host + b"\r\n\r\n")
+            assert read(answer).error["code"] == "forbidden_host", (host, answer)
+        old = await web.raw(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert old.startswith(b"HTTP/1.0 200") and b"Connection: keep-alive" not in old
+        double = await web.ask("GET", "/v1/v1/models")
+        assert "base URL" in double.error["message"]
+
+    alone(scenario)
 
 
 def test_a_connection_goes_on_after_an_error(alone: Any) -> None:

@@ -109,6 +109,8 @@ def test_log_probabilities_in_both_shapes(tried: Any) -> None:
                 if chunk.choices[0].logprobs:
                     parts += chunk.choices[0].logprobs.tokens or []
             assert parts == shape.tokens
+        bare = (await web.post("/v1/completions", {"prompt": "Hi", "logprobs": 0, **GREEDY})).json["choices"][0]
+        assert len(bare["logprobs"]["tokens"]) == 6 and all(len(top) == 1 for top in bare["logprobs"]["top_logprobs"])
         none = (
             await web.post("/v1/completions", {"prompt": "Hi there", "max_tokens": 0, "echo": True, "logprobs": 1})
         ).json
@@ -124,7 +126,7 @@ def test_nulls_hints_and_answers_sent_back_are_taken(tried: Any) -> None:
     async def scenario(web: Web) -> None:
         history = [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+            {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
             {
                 "role": "assistant",
                 "content": None,
@@ -235,6 +237,16 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     ("completions", {"prompt": []}, 400, "prompt", None),
     ("completions", {"prompt": ""}, 400, "prompt", None),
     ("completions", {"prompt": ["a", [1]]}, 400, "prompt", None),
+    ("completions", {"prompt": [[1], []]}, 400, "prompt", None),
+    ("completions", {"prompt": "x", "logit_bias": {"99999999": 1}}, 400, "logit_bias", None),
+    ("completions", {"prompt": "x", "callback": {"url": "x"}}, 400, None, None),
+    ("chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "messages[0].content", None),
+    ("chat/completions", {"messages": [{"role": "user", "content": [None]}]}, 400, "messages[0].content[0]", None),
+    ("chat/completions", {"messages": HI, "stop": [""]}, 400, "stop", None),
+    ("chat/completions", {"messages": HI, "seed": 2**64}, 400, "seed", None),
+    ("chat/completions", {"messages": HI, "max_tokens": -1}, 400, "max_tokens", None),
+    ("chat/completions", {"messages": HI, "logprobs": 3}, 400, "logprobs", None),
+    ("chat/completions", {"messages": HI, "metadata": {"a": 1}}, 400, None, None),
     ("completions", {"prompt": ["fine", ""]}, 400, "prompt", None),
     ("completions", {"prompt": "x", "best_of": 4}, 400, "best_of", None),
     ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", None),
