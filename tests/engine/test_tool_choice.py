@@ -117,7 +117,7 @@ def test_a_schema_that_cannot_be_kept_is_named(compiler: GrammarCompiler) -> Non
         compiler.compile(structure(bad, "required"))
     assert caught.value.param == "tools"
     odd = [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]
-    with pytest.raises(RequestError, match="of an object, got .array"):
+    with pytest.raises(RequestError, match=r"of an object, got .array"):
         structure(odd, "required")
     large = [{"type": "function", "function": {"name": "f", "parameters": {"const": "x" * 70_000}}}]
     with pytest.raises(RequestError, match="characters") as caught:
