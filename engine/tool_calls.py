@@ -239,7 +239,9 @@ class ToolCallReader:
                 given = {}
             if not isinstance(name, str) or name not in self._names or not isinstance(given, dict):
                 return None
-            return ToolCall(name, json.dumps(given, ensure_ascii=False, allow_nan=False))
+            arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+            arguments.encode()  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+            return ToolCall(name, arguments)
         except (ValueError, RecursionError):
             return None
 

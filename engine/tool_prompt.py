@@ -7,6 +7,7 @@ A template that has a place for one of these gets it as it is.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ _Message = Mapping[str, Any]
 
 _TOOLS = re.compile(r"\btools\b")
 _TOOL_ROLE = re.compile(r"""['"]tool['"]|ipython|\btool_responses?\b""")
+_SHORT_IDS = "[TOOL_CALLS]"
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _INTRODUCTION = "You can call the following tools. Each is described by a JSON object on a line of its own."
 _HOW = (
     "To call a tool, write its name and its arguments as a JSON object between these tags, and nothing else:\n"
@@ -40,6 +43,8 @@ def with_tools(
 ) -> list[_Message]:
     """The messages as `template` can show them. `tools`: those to describe here; None where the template does."""
     written = [_written(message, template) for message in messages]
+    if _SHORT_IDS in template:
+        written = [_with_short_ids(message) for message in written]
     if not _TOOL_ROLE.search(template):
         written = _joined(written)
     if not tools:
@@ -66,6 +71,20 @@ def _written(message: _Message, template: str) -> _Message:
     lines = [f"<tool_call>\n{_json(call['function'])}\n</tool_call>" for call in calls]
     rest = {name: item for name, item in message.items() if name != "tool_calls"}
     return {**rest, "content": "\n".join([message["content"], *lines] if message["content"] else lines)}
+
+
+def _with_short_ids(message: _Message) -> _Message:
+    """Mistral's templates take ids of nine letters or digits only, and a history may come from another server."""
+    if "tool_call_id" in message:
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "id": _short_id(call.get("id", ""))} for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def _short_id(given: str) -> str:
+    return given if _SHORT_ID.fullmatch(given) else hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
 def _joined(messages: Sequence[_Message]) -> list[_Message]:

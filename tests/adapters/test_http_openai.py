@@ -7,8 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+import redis.asyncio as aioredis
 
 from pagemill.engine.async_engine import AsyncEngine
+from pagemill.ingest.config import QueueConfig
 from tests.adapters.http_gateway import ENDLESS, GREEDY, HI, Web
 
 MODEL = "smollm2-135m"
@@ -216,6 +218,25 @@ def test_an_idempotency_key_finds_the_same_answer(tried: Any) -> None:
         other = await web.post("/v1/completions", {**body, "max_tokens": 5}, headers=key)
         assert (other.status, other.error["code"]) == (409, "idempotency_conflict")
         assert other.headers["x-should-retry"] == "false"
+
+    tried(scenario)
+
+
+def test_a_callback_is_kept_with_the_request(tried: Any, queue_config: QueueConfig) -> None:
+    """Webhooks are delivered by their own role; the routes only pass on who wants one."""
+
+    async def scenario(web: Web) -> None:
+        callback = {"url": "https://hooks.example/x"}
+        for path, body in (
+            ("chat/completions", {"messages": HI, **GREEDY}),
+            ("completions", {"prompt": "Hi", **GREEDY}),
+            ("responses", {"input": "Hi", "temperature": 0, "max_output_tokens": 6}),
+        ):
+            answer = await web.post(f"/v1/{path}", {**body, "callback": callback})
+            assert answer.status == 200, answer.text
+        async with aioredis.Redis.from_url(queue_config.redis_url, protocol=2) as server:
+            assert await server.zcard("pm:{default.0}:hook:due") == 3
+            await server.delete(*await server.keys("pm:{default.0}:hook:*"))
 
     tried(scenario)
 

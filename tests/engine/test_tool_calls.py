@@ -56,6 +56,8 @@ TEXTS: list[tuple[Any, str, str]] = [
     ("hermes", "<tool_call>\n", ""),
     ("hermes", '<tool_call>\n{"name": "add", "argum', ""),
     ("hermes", "</tool_call> alone", ""),
+    ("hermes", '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "add"}</tool_call>', ""),
+    ("hermes", '<tool_call>{"arguments": {"a": 1e999}, "name": "add"}</tool_call>', ""),
     ("llama3_json", '{"name": "Bob", "parameters": {}}', ""),
     ("llama3_json", '{"answer": {"name": "add", "parameters": {}}}', ""),
     ("llama3_json", '{"name": "add"}', ""),

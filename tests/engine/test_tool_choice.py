@@ -170,6 +170,11 @@ def test_templates_get_what_they_have_a_place_for() -> None:
     chat = Chat(CALLED, TOOLS)
     whole = "{{ tools }} {{ message.tool_calls }} {% if message.role == 'tool' %}"
     assert with_tools(chat.messages, None, chat.choice, whole) == list(chat.messages)
+    mistral = "{{ tools }} [TOOL_CALLS] {{ message.tool_calls }} {% if message.role == 'tool' %}"
+    _, asked, *answers, _ = with_tools(chat.messages, None, chat.choice, mistral)
+    ids = [call["id"] for call in asked["tool_calls"]]
+    assert all(len(name) == 9 and name.isalnum() for name in ids), "it refuses others"
+    assert ids == [answer["tool_call_id"] for answer in answers]
     no_system = "{{ raise_exception('System role not supported') }}"
     first, *_ = with_tools(chat.messages, chat.tools, chat.choice, no_system)
     assert first["role"] == "user" and first["content"].endswith("\n\nWeather?") and "<tools>" in first["content"]
