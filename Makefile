@@ -37,10 +37,10 @@ run: $(STAMP)  ## the whole product at work: engine, queue and clients, then a t
 serve: $(STAMP)  ## an engine on an embedded queue, until Ctrl-C
 	$(PY) -m pagemill serve
 
-# Without npm, or where it finds nothing, the test of the example says so and is skipped.
-NODE := examples/node/node_modules/.package-lock.json
-$(NODE): examples/node/package-lock.json
-	@cd examples/node && { npm ci --silent || echo "examples/node could not be installed, its test is skipped"; }
+# Without npm, or where it finds nothing, the tests of the examples say so and are skipped.
+NODE := $(patsubst %,%/node_modules/.package-lock.json,examples/node examples/node_openai)
+$(NODE): %/node_modules/.package-lock.json: %/package-lock.json
+	@cd $* && { npm ci --silent || echo "$* could not be installed, its test is skipped"; }
 
 test: $(STAMP) $(if $(shell command -v npm),$(NODE))  ## the test suite
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)

@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "node_openai"
 def test_the_example(tried: Any, engine: AsyncEngine) -> None:
     node = shutil.which("node")
     if node is None or not (EXAMPLE / "node_modules").is_dir():
-        pytest.skip("needs node, and `npm ci` in examples/node_openai")
+        pytest.skip("needs node, and `npm ci` in examples/node_openai (`make test` does it where npm is)")
 
     async def scenario(web: Web) -> None:
         process = await asyncio.create_subprocess_exec(
