@@ -12,6 +12,10 @@ several sequences that share a segment. Two ways through a segment, with the sam
 
 Within a segment a row has one maximum: scores, then weights, then weighted values, with no rescaling in between. The
 segments of a row join by their maxima and sums.
+
+Left out, since it gained nothing on a quiet machine: asking the caches ahead for the values of a streamed segment and
+its next keys; four blocks are read at once anyway. Consecutive blocks would not be one stream either: the pool has the
+block outermost, so in one layer they lie all other layers apart.
 """
 
 from __future__ import annotations
