@@ -36,3 +36,11 @@ def settle(config: EngineConfig, folder: ModelFolder, device: str) -> Scheme:
     if chosen == "gguf" and not stored:
         raise ConfigError(f"quantization gguf is for .gguf files, and {folder.name} is not one; use int8, int4 or none")
     return chosen
+
+
+def form_of(config: EngineConfig, folder: ModelFolder) -> str:
+    """What the weights will be, in words."""
+    scheme = settle(config, folder, device_of(config))
+    if scheme == "gguf":
+        return "quantised as its file stores it"
+    return f"dtype {config.dtype}" if scheme == "none" else f"rounded to {scheme}"

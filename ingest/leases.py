@@ -147,6 +147,9 @@ class Lease:
         cache = statistics.cache
         return {
             "model": engine.info.model_name,
+            "dtype": engine.info.dtype,
+            "quantization": engine.info.quantization,
+            "weight_bytes": sum(engine.info.weight_bytes.values()),
             "num_blocks": engine.info.num_blocks,
             "free_blocks": cache.pool.free,
             "shared_blocks": cache.pool.shared,

@@ -202,14 +202,17 @@ def _compiled(ops: Any) -> Finding:
 def _model_and_memory(settings: Settings) -> Iterator[Finding]:
     from pagemill.engine.loader import resolve_model
     from pagemill.engine.machine import memory_limit
-    from pagemill.engine.quantization import keeps_gguf
+    from pagemill.engine.quantization import form_of, keeps_gguf
     from pagemill.engine.tokenizer import Tokenizer
 
     config = settings.engine()
     with progress_bar() as progress:
         folder = resolve_model(config.model, config.cache_dir, progress, convert_weights=not keeps_gguf(config))
     weights = sum(file.stat().st_size for file in folder.weight_files)
-    yield Finding("ok", "model", f"{folder.name}: {folder.architecture}, {weights / 2**20:.0f} MiB, in {folder.path}")
+    form = form_of(config, folder)
+    yield Finding(
+        "ok", "model", f"{folder.name}: {folder.architecture}, {form}, {weights / 2**20:.0f} MiB, in {folder.path}"
+    )
     if not config.skip_tokenizer_init:
         tokenizer = Tokenizer.from_folder(folder.path)
         chat = "with" if tokenizer.has_chat_template else "without"

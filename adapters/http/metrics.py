@@ -16,6 +16,7 @@ from pagemill.ingest.overview import Overview
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ENGINE_GAUGES = {
+    "weight_bytes": "bytes of the model's weights as the engine holds them",
     "num_blocks": "KV blocks of the engine",
     "free_blocks": "KV blocks that are free",
     "shared_blocks": "KV blocks that several sequences hold",
@@ -95,6 +96,11 @@ def _families(overviews: Mapping[str, Overview]) -> Iterator[Metric]:
     age = GaugeMetricFamily(
         "pagemill_engine_heartbeat_age_seconds", "time since the engine's last heartbeat", labels=("queue", "engine")
     )
+    models = GaugeMetricFamily(
+        "pagemill_engine_model_info",
+        "1 for the model that an engine has loaded, and the form of its weights",
+        labels=("queue", "engine", "model", "dtype", "quantization"),
+    )
     told = {
         name: family(f"pagemill_engine_{name}", text, labels=("queue", "engine"))
         for family, figures in ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTS))
@@ -112,7 +118,9 @@ def _families(overviews: Mapping[str, Overview]) -> Iterator[Metric]:
         for engine in overview.engines:
             labels = (queue, engine.name)
             age.add_metric(labels, engine.age_s)
+            texts = [str(engine.description.get(name, "")) for name in ("model", "dtype", "quantization")]
+            models.add_metric((*labels, *texts), 1)
             for name, family in told.items():
                 if isinstance(value := engine.description.get(name), int | float):
                     family.add_metric(labels, value)
-    yield from (outstanding, delayed, letters, due, given_up, counted, age, *told.values())
+    yield from (outstanding, delayed, letters, due, given_up, counted, age, models, *told.values())
