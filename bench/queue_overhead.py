@@ -7,7 +7,7 @@
   directly; what the queue adds, ms.
 * `flush`: one flush of 32 running sequences, a delta each, over one bare pipeline of 32 XADD and 32 PUBLISH with the
   same bytes.
-* `engines`: tokens/s of two engine processes over one. Each step takes 100 ms more, as if the model ran on a device of
+* `engines`: tokens/s of two engine processes over one. Each step takes 40 ms more, as if the model ran on a device of
   its own, so that the cores of this machine are not what is measured.
 
 The model of `latency` and `engines` is tiny and random. The server is the embedded Valkey.
@@ -201,9 +201,10 @@ async def _timed(work: Callable[[], Awaitable[Any]]) -> float:
 
 
 async def engines(args: argparse.Namespace, server: EmbeddedServer, folder: Path) -> Row:
-    settings = {"redis_url": server.url, "device_ms": 100}
-    body: dict[str, Any] = {"prompt_token_ids": [5, 9, 7], "max_tokens": 30, "temperature": 0, "ignore_eos": True}
-    bodies: Bodies = [body for _ in range(128)]
+    settings = {"redis_url": server.url, "device_ms": 40}
+    body: dict[str, Any] = {"prompt_token_ids": [5, 9, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    # Short ones: while the last run there is nothing to fill the free seats with.
+    bodies: Bodies = [body for _ in range(1024)]
     rates = []
     async with EngineHost(make_model(folder / "tiny"), folder, settings) as host:
         for count in (1, 2):
