@@ -68,7 +68,7 @@ def compiled_kernels() -> dict[str, str]:
             config = EngineConfig(model=folder, cache_dir=folder, dtype=dtype, threads=2, num_blocks_override=8)
             ModelRunner(config, resolve_model(folder))
     return {
-        f"{entry.py_func.__name__} for {signature[-1]}": compiled.library.get_llvm_str()
+        f"{entry.py_func.__name__} for {signature[-1:]}": compiled.library.get_llvm_str()
         for entry in jit.entries()
         for signature, compiled in entry.overloads.items()
     }
