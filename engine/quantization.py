@@ -7,7 +7,7 @@ from typing import Literal
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.device import device_of
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.loader import ModelFolder
+from pagemill.engine.loader import BUNDLED_MODEL, ModelFolder
 
 Scheme = Literal["none", "int8", "int4", "gguf"]
 
@@ -18,8 +18,9 @@ BYTES_PER_ELEMENT = {"int8": 1.07, "int4": 0.75}
 def keeps_gguf(config: EngineConfig) -> bool:
     """Whether a .gguf file's weights are to be read from the file itself, instead of being converted once."""
     if config.quantization == "auto":
-        # A dtype says what the weights shall be, and so that they are not to stay as they are.
-        return config.dtype == "auto" and device_of(config) == "cpu"
+        # A dtype says what the weights shall be, and so that they are not to stay as they are. The bundled model is
+        # small, and there to show crowds, in which bfloat16 is faster.
+        return config.model != BUNDLED_MODEL and config.dtype == "auto" and device_of(config) == "cpu"
     return config.quantization != "none"
 
 

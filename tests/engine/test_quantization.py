@@ -74,13 +74,18 @@ def test_a_gguf_as_it_is_stored_gives_the_tokens_of_its_values(name: str, tmp_pa
 
 def test_a_gguf_is_kept_unless_a_dtype_is_asked_for(llama: Path, tmp_path: Path) -> None:
     source = write_gguf(llama, tmp_path / "m.gguf")
-    kept = runner(source, cache_dir=str(tmp_path), dtype="auto")
+    kept = runner(source, "reference", cache_dir=str(tmp_path), dtype="auto")
     assert kept.quantization == "gguf"
     assert {"8-bit", "4-bit"} & set(kept.weight_bytes)
-    assert runner(source, cache_dir=str(tmp_path)).quantization == "none"
-    assert runner(source, cache_dir=str(tmp_path), dtype="auto", quantization="none").weight_bytes.keys() == {
-        runner(llama, dtype="auto").dtype_name
-    }
+    assert runner(source, "reference", cache_dir=str(tmp_path)).quantization == "none"
+    widened = runner(source, "reference", cache_dir=str(tmp_path), dtype="auto", quantization="none")
+    assert widened.weight_bytes.keys() == {runner(llama, "reference", dtype="auto").dtype_name}
+
+
+def test_the_bundled_model_is_kept_as_stored_where_that_is_asked_for() -> None:
+    assert not keeps_gguf(EngineConfig(model="smollm2-135m", device="cpu"))
+    assert keeps_gguf(EngineConfig(model="smollm2-135m", device="cpu", quantization="gguf"))
+    assert keeps_gguf(EngineConfig(model="some.gguf", device="cpu"))
 
 
 def test_nothing_but_the_file_is_needed_where_it_is_kept(llama: Path, tmp_path: Path) -> None:
