@@ -24,7 +24,20 @@ from typing import Any
 
 import numpy as np
 
-from pagemill.kernels.cpu.attention_rows import count_down, finish_row, join_row, softmax_row
+from pagemill.kernels.cpu.attention_rows import count_down, finish_row
+from pagemill.kernels.cpu.attention_segment import (
+    PART_HEADER,
+    SCORE_BYTES,
+    VECTOR_BYTES,
+    join_parts,
+    keep_rows,
+    pack_keys,
+    pack_values,
+    score_rows,
+    seen_by_any,
+    value_rows,
+    weigh_rows,
+)
 from pagemill.kernels.cpu.attention_tiles import (
     PACKED_ROWS,
     SCORE_VECTORS,
@@ -34,11 +47,8 @@ from pagemill.kernels.cpu.attention_tiles import (
     load_factors,
     make_packed_tile,
     make_score_tile,
-    make_value_tile,
-    stand_alone,
-    weave_rows,
 )
-from pagemill.kernels.cpu.isa import LANES, WIDE_REGISTERS
+from pagemill.kernels.cpu.isa import LANES
 from pagemill.kernels.cpu.jit import exact_helper, kernel
 from pagemill.kernels.cpu.plan import (
     ITEM_END,
@@ -52,9 +62,6 @@ from pagemill.kernels.cpu.plan import (
     ROW_PENDING,
     ROW_PIECES,
     ROW_POSITION,
-    ROW_SEGMENT,
-    ROW_SEGMENTS,
-    ROW_SLOT,
     SEGMENT,
     SHARED_ROWS,
     STREAMED_ROWS,
@@ -63,9 +70,6 @@ from pagemill.kernels.cpu.simd import next_item
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.cpu.views import vector
 
-_VECTOR = 4 * LANES  # bytes
-_PART_HEADER = _VECTOR
-_SCORE_BYTES = 4 * SEGMENT + 4 * _VECTOR  # a row of scores: a tile may write past the segment
 _ROWS_AT_ONCE = 24
 """Rows whose scores are made and used together: their scores, their queries and a tile's keys fit the first cache."""
 _PAIRS_AT_ONCE = 32
@@ -75,173 +79,8 @@ _NEGATIVE_INFINITY = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
 _LOG2_E = np.float32(1.4426950408889634)
 
-_MOST_STREAMED = 4 if WIDE_REGISTERS else 2
-_score1, _score2, _score3, _score4 = (make_score_tile(rows, SCORE_VECTORS) for rows in (1, 2, 3, 4))
 _score6, _score6_narrow = make_score_tile(PACKED_ROWS, SCORE_VECTORS), make_score_tile(PACKED_ROWS, 1)
-_value1, _value2, _value3, _value4 = (make_value_tile(rows, 1) for rows in (1, 2, 3, 4))
-_value1_wide, _value2_wide, _value3_wide, _value4_wide = (make_value_tile(rows, 2) for rows in (1, 2, 3, 4))
 _packed6, _packed6_wide = make_packed_tile(PACKED_ROWS, 2), make_packed_tile(PACKED_ROWS, 4)
-
-
-@exact_helper
-def _score_rows(
-    rows: int,
-    queries: int,
-    query_bytes: int,
-    key0: int,
-    key1: int,
-    key2: int,
-    key3: int,
-    key_step: int,
-    words: int,
-    scores: int,
-    scale: Any,
-    like: Any,
-) -> None:
-    row = 0
-    while row < rows:
-        left = min(rows - row, _MOST_STREAMED)
-        query, target = queries + row * query_bytes, scores + row * _SCORE_BYTES
-        if left == 4:
-            _score4(query, query_bytes, key0, key1, key2, key3, key_step, words, target, _SCORE_BYTES, scale, like)
-        elif left == 3:
-            _score3(query, query_bytes, key0, key1, key2, key3, key_step, words, target, _SCORE_BYTES, scale, like)
-        elif left == 2:
-            _score2(query, query_bytes, key0, key1, key2, key3, key_step, words, target, _SCORE_BYTES, scale, like)
-        else:
-            _score1(query, query_bytes, key0, key1, key2, key3, key_step, words, target, _SCORE_BYTES, scale, like)
-        row += left
-
-
-@exact_helper
-def _value_rows(
-    rows: int,
-    weights: int,
-    values: int,
-    token_bytes: int,
-    begin: int,
-    end: int,
-    sums: int,
-    sum_bytes: int,
-    columns: int,
-    like: Any,
-) -> None:
-    row = 0
-    while row < rows:
-        left = min(rows - row, _MOST_STREAMED)
-        weight, target, place = weights + row * _SCORE_BYTES, sums + row * sum_bytes, values
-        column = 0
-        if WIDE_REGISTERS:
-            while column + 2 * SPAN <= columns:
-                if left == 4:
-                    _value4_wide(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
-                elif left == 3:
-                    _value3_wide(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
-                elif left == 2:
-                    _value2_wide(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
-                else:
-                    _value1_wide(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
-                column += 2 * SPAN
-                target += 8 * SPAN
-                place += 2 * SPAN * element_size(like)
-        while column < columns:
-            if left == 4:
-                _value4(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
-            elif left == 3:
-                _value3(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
-            elif left == 2:
-                _value2(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
-            else:
-                _value1(weight, _SCORE_BYTES, place, token_bytes, begin, end, target, sum_bytes, like)
-            column += SPAN
-            target += 4 * SPAN
-            place += SPAN * element_size(like)
-        row += left
-
-
-@exact_helper
-def _seen(position: int, segment: int, window: int) -> Any:
-    """Tokens of a segment that a row sees: begin <= token < end, both 0 where it sees none."""
-    start = segment * SEGMENT
-    end = min(position + 1 - start, SEGMENT)
-    begin = max(0, position + 1 - window - start) if window > 0 else 0
-    if begin >= end:
-        return 0, 0
-    return begin, end
-
-
-@exact_helper
-def _seen_by_any(first: int, last: int, segment: int, window: int) -> Any:
-    """The same for rows of which the first to the last position are given."""
-    begin, end = _seen(last, segment, window)
-    if window > 0:
-        begin = min(_seen(first, segment, window)[0], begin)
-    return begin, end
-
-
-@exact_helper
-def _weigh_rows(
-    first_row: int,
-    rows: int,
-    group: int,
-    first_entry: int,
-    segment: int,
-    window: int,
-    tokens: Any,
-    token_rows: Any,
-    scores: int,
-    parts: int,
-    upto: int,
-    like: Any,
-) -> None:
-    """Weights of the rows of one head from their scores."""
-    stand_alone()
-    for row in range(rows):
-        position = token_rows[tokens[first_entry + (first_row + row) // group], ROW_POSITION]
-        begin, end = _seen(position, segment, window)
-        softmax_row(scores + row * _SCORE_BYTES, begin, end, upto, parts + 8 * row, like)
-
-
-@exact_helper
-def _keep_rows(
-    first_row: int,
-    rows: int,
-    group: int,
-    head: int,
-    heads: int,
-    item: Any,
-    segment: int,
-    window: int,
-    tokens: Any,
-    token_rows: Any,
-    parts: int,
-    sums: int,
-    columns: int,
-    all_parts: int,
-    whole_parts: int,
-    whole_sums: int,
-) -> None:
-    """Put a segment's results of one head's rows where they are wanted: into a list of parts, or joined to a whole."""
-    stand_alone()
-    for row in range(rows):
-        token = tokens[item[ITEM_FIRST] + (first_row + row) // group]
-        begin, end = _seen(token_rows[token, ROW_POSITION], segment, window)
-        if begin == end:
-            continue
-        if item[ITEM_IS_PART] > 0:
-            index = token_rows[token, ROW_SLOT] + segment - token_rows[token, ROW_SEGMENT]
-            index = index * heads + head * group + (first_row + row) % group
-            target = all_parts + index * (_PART_HEADER + 4 * columns)
-            vector(target, 2, _ZERO)[:] = vector(parts + 8 * row, 2, _ZERO)
-            vector(target + _PART_HEADER, columns, _ZERO)[:] = vector(sums + 4 * columns * row, columns, _ZERO)
-        else:
-            join_row(
-                whole_parts + 8 * row,
-                whole_sums + 4 * columns * row,
-                parts + 8 * row,
-                sums + 4 * columns * row,
-                columns,
-            )
 
 
 @exact_helper
@@ -289,11 +128,11 @@ def _attend(
     kept = max(_STREAMED_AT_ONCE, rows + PACKED_ROWS)
     queries = space
     whole_parts = queries + kept * dim * 4
-    whole_sums = whole_parts + kept * _VECTOR
+    whole_sums = whole_parts + kept * VECTOR_BYTES
     parts = whole_sums + kept * sum_bytes
-    sums = parts + _STREAMED_AT_ONCE * _VECTOR
+    sums = parts + _STREAMED_AT_ONCE * VECTOR_BYTES
     scores = sums + _STREAMED_AT_ONCE * sum_bytes
-    packed_values = scores + _STREAMED_AT_ONCE * _SCORE_BYTES
+    packed_values = scores + _STREAMED_AT_ONCE * SCORE_BYTES
     packed_keys = packed_values + SEGMENT * sum_bytes
 
     for head in range(item[ITEM_HEAD], item[ITEM_HEAD] + item[ITEM_HEADS], at_once):
@@ -307,7 +146,7 @@ def _attend(
         vector(whole_sums, together * rows * columns, _ZERO)[:] = _ZERO
 
         for segment in range(item[ITEM_SEGMENT], item[ITEM_END]):
-            low, high = _seen_by_any(first_position, last_position, segment, window)
+            low, high = seen_by_any(first_position, last_position, segment, window)
             # The first part of a row goes where the joined ones would: joining it to nothing changes no bit.
             direct = segment == item[ITEM_SEGMENT] and item[ITEM_IS_PART] == 0
             part_at, sum_at = (whole_parts, whole_sums) if direct else (parts, sums)
@@ -327,7 +166,7 @@ def _attend(
                     other3 = min(index + 3, last - 1)
                     for h in range(together):
                         offset = (head + h) * head_bytes
-                        _score_rows(
+                        score_rows(
                             rows,
                             queries + h * rows * factor_bytes,
                             factor_bytes,
@@ -337,13 +176,13 @@ def _attend(
                             k_place[other3] + offset,
                             4 * block_size,
                             words,
-                            scores + h * rows * _SCORE_BYTES + index * _VECTOR,
+                            scores + h * rows * SCORE_BYTES + index * VECTOR_BYTES,
                             scale,
                             like,
                         )
                 for h in range(together):
                     start = h * rows
-                    _weigh_rows(
+                    weigh_rows(
                         0,
                         rows,
                         group,
@@ -352,7 +191,7 @@ def _attend(
                         window,
                         tokens,
                         token_rows,
-                        scores + start * _SCORE_BYTES,
+                        scores + start * SCORE_BYTES,
                         part_at + 8 * start,
                         last * LANES,
                         like,
@@ -360,9 +199,9 @@ def _attend(
                 for index in range(first, last):
                     begin, end = max(0, low - index * LANES), min(LANES, high - index * LANES)
                     for h in range(together):
-                        _value_rows(
+                        value_rows(
                             rows,
-                            scores + h * rows * _SCORE_BYTES + index * LANES * factor_size(like),
+                            scores + h * rows * SCORE_BYTES + index * LANES * factor_size(like),
                             v_place[index] + (head + h) * head_bytes,
                             dim * element,
                             begin,
@@ -375,7 +214,7 @@ def _attend(
                 if not direct:
                     for h in range(together):
                         start = h * rows
-                        _keep_rows(
+                        keep_rows(
                             0,
                             rows,
                             group,
@@ -395,7 +234,7 @@ def _attend(
                         )
                 continue
 
-            _pack_values(
+            pack_values(
                 low,
                 high,
                 segment,
@@ -414,15 +253,15 @@ def _attend(
                     k_place[index] += head * head_bytes
                 key_step = 4 * block_size
             else:
-                _pack_keys(
+                pack_keys(
                     low, high, segment, table, block_size, keys + head * head_bytes, block_bytes, words, packed_keys
                 )
                 for index in range(first, last):
-                    k_place[index] = packed_keys + index * _VECTOR
+                    k_place[index] = packed_keys + index * VECTOR_BYTES
                 key_step = 4 * SEGMENT
             for row in range(0, rows, _ROWS_AT_ONCE):
                 count = min(_ROWS_AT_ONCE, rows - row)
-                low, high = _seen_by_any(
+                low, high = seen_by_any(
                     token_rows[tokens[entry + row // group], ROW_POSITION],
                     token_rows[tokens[entry + (row + count - 1) // group], ROW_POSITION],
                     segment,
@@ -438,7 +277,10 @@ def _attend(
                 while index < last:
                     wide = last - index >= SCORE_VECTORS
                     for r in range(0, count, PACKED_ROWS):
-                        place, target = queries + (row + r) * factor_bytes, scores + r * _SCORE_BYTES + index * _VECTOR
+                        place, target = (
+                            queries + (row + r) * factor_bytes,
+                            scores + r * SCORE_BYTES + index * VECTOR_BYTES,
+                        )
                         if wide:
                             _score6(
                                 place,
@@ -450,7 +292,7 @@ def _attend(
                                 key_step,
                                 words,
                                 target,
-                                _SCORE_BYTES,
+                                SCORE_BYTES,
                                 scale,
                                 like,
                             )
@@ -466,35 +308,35 @@ def _attend(
                                 key_step,
                                 words,
                                 target,
-                                _SCORE_BYTES,
+                                SCORE_BYTES,
                                 scale,
                                 like,
                             )
                     index += SCORE_VECTORS if wide else 1
-                _weigh_rows(
+                weigh_rows(
                     row, count, group, entry, segment, window, tokens, token_rows, scores, row_parts, last * LANES, like
                 )
                 step, steps = low // per_step, -(-high // per_step)
                 while step < steps:
                     many = min(_PAIRS_AT_ONCE, steps - step)
                     for r in range(0, count, PACKED_ROWS):
-                        weights = scores + r * _SCORE_BYTES + step * per_step * factor_size(like)
+                        weights = scores + r * SCORE_BYTES + step * per_step * factor_size(like)
                         source, target = packed_values + step * sum_bytes, row_sums + r * sum_bytes
                         column = 0
                         while column < columns:
                             if SCORE_VECTORS >= 4 and column + 2 * SPAN <= columns:
-                                _packed6_wide(weights, _SCORE_BYTES, source, sum_bytes, many, target, sum_bytes, like)
+                                _packed6_wide(weights, SCORE_BYTES, source, sum_bytes, many, target, sum_bytes, like)
                                 column += 2 * SPAN
                                 source += 8 * SPAN
                                 target += 8 * SPAN
                             else:
-                                _packed6(weights, _SCORE_BYTES, source, sum_bytes, many, target, sum_bytes, like)
+                                _packed6(weights, SCORE_BYTES, source, sum_bytes, many, target, sum_bytes, like)
                                 column += SPAN
                                 source += 4 * SPAN
                                 target += 4 * SPAN
                     step += many
                 if not direct:
-                    _keep_rows(
+                    keep_rows(
                         row,
                         count,
                         group,
@@ -524,93 +366,7 @@ def _attend(
             token = tokens[index]
             if count_down(token_rows, token * token_rows.shape[1] + ROW_PENDING) == 0:
                 token_rows[token, ROW_PENDING] = token_rows[token, ROW_PIECES]  # for the next layer
-                _join_parts(
-                    token, token_rows[token], all_parts, heads, dim, columns, whole_parts, whole_sums, out, like
-                )
-
-
-@exact_helper
-def _join_parts(
-    token: int,
-    token_row: Any,
-    all_parts: int,
-    heads: int,
-    dim: int,
-    columns: int,
-    part: int,
-    sums: int,
-    out: int,
-    like: Any,
-) -> None:
-    stand_alone()
-    size = _PART_HEADER + 4 * columns
-    stats, whole = vector(part, 2, _ZERO), vector(sums, columns, _ZERO)
-    for head in range(heads):
-        stats[0], stats[1] = _NEGATIVE_INFINITY, _ZERO
-        whole[:] = _ZERO
-        for index in range(token_row[ROW_SLOT], token_row[ROW_SLOT] + token_row[ROW_SEGMENTS]):
-            place = all_parts + (index * heads + head) * size
-            join_row(part, sums, place, place + _PART_HEADER, columns)
-        finish_row(part, sums, dim, out + (token * heads + head) * dim * element_size(like), like)
-
-
-@exact_helper
-def _pack_values(
-    low: int,
-    high: int,
-    segment: int,
-    table: Any,
-    block_size: int,
-    values: int,
-    block_bytes: int,
-    dim: int,
-    per_step: int,
-    packed: int,
-    step_bytes: int,
-    like: Any,
-) -> None:
-    """Weave the values of one head's tokens low <= token < high of a segment; half a pair is woven with itself."""
-    stand_alone()
-    row_bytes = dim * element_size(like)
-    token = low
-    block, offset = divmod(segment * SEGMENT + low, block_size)
-    while token < high:
-        place = values + table[block] * block_bytes + offset * row_bytes
-        partner = place
-        advance = 1
-        if per_step == 2 and token % 2 == 0 and token + 1 < high:
-            advance = 2
-            if offset + 1 < block_size:
-                partner = place + row_bytes
-            else:
-                partner = values + (table[block + 1]) * block_bytes
-        weave_rows(place, partner, dim, packed + token // per_step * step_bytes, like)
-        token += advance
-        offset += advance
-        while offset >= block_size:
-            offset -= block_size
-            block += 1
-
-
-@exact_helper
-def _pack_keys(
-    low: int, high: int, segment: int, table: Any, block_size: int, keys: int, block_bytes: int, words: int, packed: int
-) -> None:
-    """Copy the keys of one head's tokens of a segment to [words][SEGMENT], for blocks without whole vectors."""
-    stand_alone()
-    token = low
-    block, offset = divmod(segment * SEGMENT + low, block_size)
-    while token < high:
-        count = min(block_size - offset, high - token)
-        place = keys + table[block] * block_bytes + 4 * offset
-        for word in range(words):
-            target = vector(packed + 4 * (word * SEGMENT + token), count, _ZERO)
-            source = vector(place + 4 * word * block_size, count, _ZERO)
-            for index in range(count):
-                target[index] = source[index]
-        token += count
-        offset = 0
-        block += 1
+                join_parts(token, token_rows[token], all_parts, heads, dim, columns, whole_parts, whole_sums, out, like)
 
 
 @exact_helper
@@ -639,7 +395,7 @@ def _attend_items(
 ) -> None:
     columns = -(-dim // SPAN) * SPAN
     rows = max(SHARED_ROWS, group) + PACKED_ROWS
-    size = rows * (dim + LANES + columns) + _STREAMED_AT_ONCE * (LANES + columns + _SCORE_BYTES // 4)
+    size = rows * (dim + LANES + columns) + _STREAMED_AT_ONCE * (LANES + columns + SCORE_BYTES // 4)
     size += SEGMENT * (columns + dim) + 2 * LANES
     space = np.empty(size, np.float32)
     start = (space.ctypes.data + 63) // 64 * 64
@@ -732,4 +488,4 @@ def attention(
 
 def part_floats(num_heads: int, dim: int) -> int:
     """float32 of one part of a plan: one token's and segment's results for all query heads."""
-    return num_heads * (_PART_HEADER // 4 + -(-dim // SPAN) * SPAN)
+    return num_heads * (PART_HEADER // 4 + -(-dim // SPAN) * SPAN)
