@@ -27,6 +27,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import structlog
 from bench.workloads import workloads
 from tests.chaos.engines import EngineHost
 from tests.chaos.model import engine_config, make_model
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--send", nargs=2, metavar=("URL", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
     if args.send is not None:
         url, path = args.send
         print(asyncio.run(send(url, json.loads(Path(path).read_text()))))

@@ -46,5 +46,8 @@ async def serve(url: str, model: str, step_ms: float) -> None:
 
 
 if __name__ == "__main__":
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger("warning"),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
     asyncio.run(serve(sys.argv[1], sys.argv[2], float(sys.argv[3])))
