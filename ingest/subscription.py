@@ -375,9 +375,10 @@ class EventHub:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
             self._watching = None
-        for feed in self._feeds.values():
-            await feed.aclose()
+        feeds = list(self._feeds.values())  # a request that still starts, or another who closes, may change them
         self._feeds.clear()
+        for feed in feeds:
+            await feed.aclose()
 
     async def _keep_watch(self) -> None:
         """Say of every request that is followed, and wants to know, that somebody watches it."""

@@ -130,7 +130,8 @@ def test_leaving_tells_open_streams(tried: Any, engine: AsyncEngine) -> None:
         slow = asyncio.create_task(web.post("/v1/completions", {**ENDLESS, "stream": True}))
         whole = asyncio.create_task(web.post("/v1/completions", ENDLESS))
         async with asyncio.timeout(20):
-            while engine.num_live < 2:
+            begun = engine.output_tokens  # an answer that has not begun is refused with its status instead
+            while engine.num_live < 2 or engine.output_tokens < begun + 200:
                 await asyncio.sleep(0.005)
         stopping = asyncio.create_task(process.stop(0.3))
         streamed, answer = await slow, await whole
