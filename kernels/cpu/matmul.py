@@ -62,12 +62,12 @@ up begin on a panel of their own. The bias, by address, is float32 [panels, 48],
 
 
 # Sums that fit the registers beside a panel's vectors: 32 registers of 16 lanes, or 16 of 8. Widening takes registers.
-_VECTORS = 3 if WIDE_REGISTERS else 1
+TILE_VECTORS = 3 if WIDE_REGISTERS else 1
 _PAIR_ROWS = 8 if MULTIPLIES_PAIRS else 6
 _FLOAT_ROWS = 8 if WIDE_REGISTERS else 6
 _MOST_ROWS = 8
 # Rows that go past a panel before the next panel's turn: with it, their activations stay in the second level cache.
-_ROWS_AT_ONCE = 128
+ROWS_AT_ONCE = 128
 # Items of work for each thread, so that the last one to finish holds up little.
 _ITEMS_PER_THREAD = 16
 # Words of a packed weight that one thread takes at a time: enough to make the taking cheap, little enough to share out.
@@ -90,7 +90,7 @@ def _place(builder: Any, address: Any, offset: int, element: Any) -> Any:
 
 
 def _make_tile(rows: int, packed: bool) -> Callable[..., Any]:
-    """c[r, n] = bias[n] + sum over k of x[r, k] * panel[k, n], for `rows` rows and _VECTORS * 16 columns.
+    """c[r, n] = bias[n] + sum over k of x[r, k] * panel[k, n], for `rows` rows and TILE_VECTORS * 16 columns.
 
     The intrinsic's arguments, int64: address of x, bytes from row to row, address of the panel's columns, depth in
     words, address of c (float32, rows of 48), of the bias, and of what to fetch meanwhile, with bytes of it a word.
@@ -102,12 +102,12 @@ def _make_tile(rows: int, packed: bool) -> Callable[..., Any]:
             x_at, x_stride, w_at, n, c_at, bias_at, ahead_at, ahead_step = args
             vector_type = _VI32 if packed else _VF32
 
-            sums = [cgutils.alloca_once(builder, _VF32) for _ in range(rows * _VECTORS)]
-            for vector_index in range(_VECTORS):
+            sums = [cgutils.alloca_once(builder, _VF32) for _ in range(rows * TILE_VECTORS)]
+            for vector_index in range(TILE_VECTORS):
                 start = builder.load(_place(builder, bias_at, vector_index * 4 * LANES, _VF32))
                 start.align = 4
                 for row in range(rows):
-                    builder.store(start, sums[row * _VECTORS + vector_index])
+                    builder.store(start, sums[row * TILE_VECTORS + vector_index])
             starts = [builder.add(x_at, builder.mul(x_stride, ir.Constant(x_stride.type, r))) for r in range(rows)]
             with cgutils.for_range(builder, n) as loop:
                 four = ir.Constant(loop.index.type, 4)
@@ -124,7 +124,7 @@ def _make_tile(rows: int, packed: bool) -> Callable[..., Any]:
                     ),
                 )
                 weights = []
-                for vector_index in range(_VECTORS):
+                for vector_index in range(TILE_VECTORS):
                     loaded = builder.load(_place(builder, base, vector_index * 4 * LANES, vector_type))
                     loaded.align = 4
                     weights.append(loaded)
@@ -132,15 +132,15 @@ def _make_tile(rows: int, packed: bool) -> Callable[..., Any]:
                     at = builder.add(starts[row], builder.mul(loop.index, four))
                     factor = builder.load(_place(builder, at, 0, _I32 if packed else _F32))
                     factor.align = 2 if packed else 4
-                    multiply_add = _multiply_pairs if packed else _multiply_floats
+                    multiply_add = multiply_pairs if packed else multiply_floats
                     for vector_index, loaded in enumerate(weights):
-                        pointer = sums[row * _VECTORS + vector_index]
+                        pointer = sums[row * TILE_VECTORS + vector_index]
                         total = multiply_add(builder, splat(builder, factor), loaded, builder.load(pointer))
                         builder.store(total, pointer)
             for row in range(rows):
-                for vector_index in range(_VECTORS):
+                for vector_index in range(TILE_VECTORS):
                     target = _place(builder, c_at, 4 * (row * PANEL + vector_index * LANES), _VF32)
-                    builder.store(builder.load(sums[row * _VECTORS + vector_index]), target).align = 4
+                    builder.store(builder.load(sums[row * TILE_VECTORS + vector_index]), target).align = 4
             return context.get_dummy_value()
 
         return types.void(*(types.int64,) * 8), codegen
@@ -156,16 +156,16 @@ def _fetch(builder: Any, address: Any) -> None:
     builder.call(function, [pointer, *(ir.Constant(_I32, value) for value in (0, 2, 1))])
 
 
-def _multiply_floats(builder: Any, factors: Any, weights: Any, total: Any) -> Any:
+def multiply_floats(builder: Any, factors: Any, weights: Any, total: Any) -> Any:
     return call(builder, f"llvm.fma.v{LANES}f32", _VF32, [factors, weights, total])
 
 
-def _multiply_pairs(builder: Any, pairs: Any, weights: Any, total: Any) -> Any:
+def multiply_pairs(builder: Any, pairs: Any, weights: Any, total: Any) -> Any:
     """total + the sum of products of the bfloat16 pairs in each lane."""
     if MULTIPLIES_PAIRS:
         return dot_pairs(builder, pairs, weights, total)
     for left, right in zip(pair_halves(builder, pairs), pair_halves(builder, weights), strict=True):
-        total = _multiply_floats(builder, left, right, total)
+        total = multiply_floats(builder, left, right, total)
     return total
 
 
@@ -195,11 +195,11 @@ def _make_writer(narrows: bool) -> Callable[..., Any]:
     return write
 
 
-_write_pairs, _write_floats = _make_writer(True), _make_writer(False)
+write_pair_sums, write_float_sums = _make_writer(True), _make_writer(False)
 
 
 @helper
-def _write_part(sums: Any, rows: int, out: int, stride: int, width: int, like: Any) -> None:
+def write_partial(sums: Any, rows: int, out: int, stride: int, width: int, like: Any) -> None:
     """The first columns of a panel only."""
     for row in range(rows):
         target = vector(out + row * stride, width, like)
@@ -208,7 +208,7 @@ def _write_part(sums: Any, rows: int, out: int, stride: int, width: int, like: A
 
 
 @exact_helper
-def _gate(gates: Any, ups: Any, rows: int) -> None:
+def gate_sums(gates: Any, ups: Any, rows: int) -> None:
     """silu(gate) * up, in place of the gates."""
     flat, beside = gates.reshape(-1)[: rows * PANEL], ups.reshape(-1)[: rows * PANEL]
     for i in range(rows * PANEL):
@@ -242,7 +242,7 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
 
     @helper
     def columns(rows: int, x: int, xstr: int, w: int, depth: int, c: int, bias: int, ahead: int, step: int) -> None:
-        for column in range(0, PANEL, _VECTORS * LANES):
+        for column in range(0, PANEL, TILE_VECTORS * LANES):
             offset = 4 * column
             tiles(rows, x, xstr, w + offset, depth, c + offset, bias + offset, ahead + offset, step)
 
@@ -250,11 +250,11 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
     def write(rows: int, sums: Any, scratch: int, out: int, start: int, stride: int, column: int, width: int) -> None:
         target = out + (start * stride + column) * size
         if width < PANEL:
-            _write_part(sums, rows, target, stride * size, width, like)
+            write_partial(sums, rows, target, stride * size, width, like)
         elif packed:
-            _write_pairs(rows, scratch, target, stride * size)
+            write_pair_sums(rows, scratch, target, stride * size)
         else:
-            _write_floats(rows, scratch, target, stride * size)
+            write_float_sums(rows, scratch, target, stride * size)
 
     @helper
     def write_floats(
@@ -262,9 +262,9 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
     ) -> None:
         target = out + (start * stride + column) * 4
         if width < PANEL:
-            _write_part(sums, rows, target, stride * 4, width, _ZERO)
+            write_partial(sums, rows, target, stride * 4, width, _ZERO)
         else:
-            _write_floats(rows, scratch, target, stride * 4)
+            write_float_sums(rows, scratch, target, stride * 4)
 
     @helper
     def worker(part: int, parts: int, task_at: int) -> None:
@@ -281,7 +281,7 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
         bias_step = record[RECORD_BIAS_STEP]
 
         wanted = (_ITEMS_PER_THREAD * parts + panels - 1) // panels
-        rows_at_once = min(_ROWS_AT_ONCE, max(4 * most_rows, (rows + wanted - 1) // wanted))
+        rows_at_once = min(ROWS_AT_ONCE, max(4 * most_rows, (rows + wanted - 1) // wanted))
         rows_at_once = (rows_at_once + most_rows - 1) // most_rows * most_rows
         blocks = (rows + rows_at_once - 1) // rows_at_once
         panels_at_once = max(1, min(_WORDS_AT_ONCE // (depth * PANEL), panels // (2 * parts)))
@@ -326,7 +326,7 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
                             ahead + beside,
                             step,
                         )
-                        _gate(sums[0], sums[1], count)
+                        gate_sums(sums[0], sums[1], count)
                     if result == FLOAT32:
                         write_floats(count, sums[0], scratch, out, start, out_stride, column, width)
                     else:

@@ -17,10 +17,10 @@ import numpy as np
 
 from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.matmul import (
-    _ROWS_AT_ONCE,
     FLOAT32,
     GATED,
     PANEL,
+    ROWS_AT_ONCE,
     TASK_COUNTER,
     TASK_OUT,
     TASK_OUT_STRIDE,
@@ -30,10 +30,10 @@ from pagemill.kernels.cpu.matmul import (
     TASK_WORDS,
     TASK_X,
     TASK_X_STRIDE,
-    _gate,
-    _write_floats,
-    _write_pairs,
-    _write_part,
+    gate_sums,
+    write_float_sums,
+    write_pair_sums,
+    write_partial,
 )
 from pagemill.kernels.cpu.quantised_tile import (
     MOST_FLOAT_ROWS,
@@ -140,18 +140,18 @@ def _make_worker(form: Form) -> Any:
     @helper
     def write(rows: int, sums: Any, scratch: int, out: int, stride: int, width: int) -> None:
         if width < PANEL:
-            _write_part(sums, rows, out, stride, width, like)
+            write_partial(sums, rows, out, stride, width, like)
         elif packed:
-            _write_pairs(rows, scratch, out, stride)
+            write_pair_sums(rows, scratch, out, stride)
         else:
-            _write_floats(rows, scratch, out, stride)
+            write_float_sums(rows, scratch, out, stride)
 
     @helper
     def write_floats(rows: int, sums: Any, scratch: int, out: int, stride: int, width: int) -> None:
         if width < PANEL:
-            _write_part(sums, rows, out, stride, width, _ZERO)
+            write_partial(sums, rows, out, stride, width, _ZERO)
         else:
-            _write_floats(rows, scratch, out, stride)
+            write_float_sums(rows, scratch, out, stride)
 
     @helper
     def worker(part: int, parts: int, task_at: int) -> None:
@@ -168,7 +168,7 @@ def _make_worker(form: Form) -> Any:
         panels = section if result == GATED else section * record[RECORD_SECTIONS]
 
         wanted = (_ITEMS_PER_THREAD * parts + panels - 1) // panels
-        rows_at_once = min(_ROWS_AT_ONCE, max(4 * most_rows, (rows + wanted - 1) // wanted))
+        rows_at_once = min(ROWS_AT_ONCE, max(4 * most_rows, (rows + wanted - 1) // wanted))
         rows_at_once = (rows_at_once + most_rows - 1) // most_rows * most_rows
         shares = (rows + rows_at_once - 1) // rows_at_once
         panels_at_once = max(1, min(_BYTES_AT_ONCE // panel_bytes, panels // (2 * parts)))
@@ -212,7 +212,7 @@ def _make_worker(form: Form) -> Any:
                             at + 4 * _MOST_ROWS * PANEL,
                             bias + section * bias_step,
                         )
-                        _gate(scratch[0], scratch[1], done)
+                        gate_sums(scratch[0], scratch[1], done)
                     if result == FLOAT32:
                         target = out + (row * out_stride + column) * 4
                         write_floats(done, scratch[0], at, target, out_stride * 4, shown)

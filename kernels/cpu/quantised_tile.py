@@ -26,10 +26,10 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagemill.kernels.cpu.isa import MULTIPLIES_PAIRS
-from pagemill.kernels.cpu.matmul import _VECTORS, PANEL, _multiply_floats, _multiply_pairs
+from pagemill.kernels.cpu.matmul import PANEL, TILE_VECTORS, multiply_floats, multiply_pairs
 from pagemill.kernels.cpu.simd import LANES, pair_halves, splat
 
-VECTORS = _VECTORS
+VECTORS = TILE_VECTORS
 """Vectors of 16 features that one tile takes: all 3 of a panel, or one where registers are few."""
 MOST_PAIR_ROWS, MOST_FLOAT_ROWS = 8 if MULTIPLIES_PAIRS else 4, 4
 """Rows of a tile, for bfloat16 and for float32, which takes two registers for a pair of weights."""
@@ -182,10 +182,10 @@ def make_tile(rows: int, form: Form) -> Callable[..., Any]:
             def multiply_add(left: Any, right: Any, pointer: Any) -> None:
                 total = builder.load(pointer)
                 if pairs:
-                    total = _multiply_pairs(builder, left, right, total)
+                    total = multiply_pairs(builder, left, right, total)
                 else:
                     for one, other in zip(left, right, strict=True):
-                        total = _multiply_floats(builder, one, other, total)
+                        total = multiply_floats(builder, one, other, total)
                 builder.store(total, pointer)
 
             def unpacked(base: Any, words: list[Any], pair: int, vector: int) -> Any:
@@ -232,8 +232,8 @@ def make_tile(rows: int, form: Form) -> Callable[..., Any]:
                         pointer = totals[row * VECTORS + vector]
                         total = builder.load(pointer)
                         if form.has_minimum:
-                            total = _multiply_floats(builder, minima, group_sums[row], total)
-                        total = _multiply_floats(builder, scales, builder.load(partial[row * VECTORS + vector]), total)
+                            total = multiply_floats(builder, minima, group_sums[row], total)
+                        total = multiply_floats(builder, scales, builder.load(partial[row * VECTORS + vector]), total)
                         builder.store(total, pointer)
             for row in range(rows):
                 for vector in range(VECTORS):
