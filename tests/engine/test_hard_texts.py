@@ -228,6 +228,14 @@ def naive(tokenizer: Tokenizer, ids: Sequence[int], wish: Wish) -> tuple[str, in
         end, _, stop = found
         return text[: end if wish.include else end - len(stop)], Finish("stop", stop)
 
+    def end(shown: int, count: int, ended: Finish | None) -> tuple[str, int, Finish | None]:
+        """The whole text, in which half a character at the end may complete a stop string."""
+        text = meaning(tokenizer, ids[:shown], skip=wish.skip)
+        match = cut(text, len(whole(shown))) if count > wish.min_tokens else None
+        if match is None:
+            return text, count, ended
+        return match[0], count, None if ended is None else match[1]
+
     for count, token_id in enumerate(ids, start=1):
         counts = count > wish.min_tokens
         ended: Finish | None = None
@@ -238,11 +246,10 @@ def naive(tokenizer: Tokenizer, ids: Sequence[int], wish: Wish) -> tuple[str, in
         if counts and (ended is None or wish.include) and (match := cut(whole(count), len(whole(count - 1)))):
             return match[0], count, match[1]
         if ended is not None:
-            shown = count if wish.include else count - 1
-            return meaning(tokenizer, ids[:shown], skip=wish.skip), count, ended
+            return end(count if wish.include else count - 1, count, ended)
         if count == wish.max_tokens:
-            return meaning(tokenizer, ids[:count], skip=wish.skip), count, Finish("length")
-    return meaning(tokenizer, ids, skip=wish.skip), len(ids), None
+            return end(count, count, Finish("length"))
+    return end(len(ids), len(ids), None)
 
 
 def _found(text: str, stop: str) -> list[int]:
@@ -293,6 +300,17 @@ def test_the_processor_against_its_naive_twin(kind: str, data: st.DataObject) ->
     )
     assert (run.text, run.taken, run.finish) == naive(tokenizer, ids, wish)
     assert all("\ufffd" not in delta for delta in run.deltas[:-2])
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_half_a_character_at_the_end_may_complete_a_stop_string(include: bool) -> None:
+    tokenizer = made("gemma")
+    ids = encode("gemma", next(name for name, text in HARD_TEXTS.items() if text.startswith("\u0928\u092e\u0938")))
+    count = next(n for n in range(1, len(ids)) if meaning(tokenizer, ids[:n]).endswith("\ufffd"))
+    wish = Wish(("\ufffd",), (), (), 0, count, include, True)
+    run = stream(tokenizer, ids, max_tokens=count, stop=wish.stop, include_stop_str_in_output=include)
+    assert run.finish == Finish("stop", "\ufffd")
+    assert (run.text, run.taken, run.finish) == naive(tokenizer, ids, wish)
 
 
 # -- in the engine -------------------------------------------------------------------------------------------------
