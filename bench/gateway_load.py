@@ -3,14 +3,17 @@
 Engine, gateway, server, a prober of /healthz and the clients are processes of their own. The engine's model is tiny and
 random, and each step waits so long that every stream gets a token every `--step-ms`. `--stalled` clients ask for a lot
 (eight choices with log-probabilities), so that buffers fill; in turns they read it, and do not. Told are the time
-between reads of the others, what /healthz took, and the gateway's memory.
+between reads of the others, what /healthz took, the gateway's memory, and who had the processors meanwhile.
+
+The plain streams ask for token ids. Without them a token that is no text yet, being part of a character, has no frame,
+and about half of a random model's tokens are such: the time between frames would be several steps by chance. The
+clients' own lag (how much later than due a timer of theirs fires) stands beside the figures, since it is part of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
 import signal
 import subprocess
@@ -26,25 +29,9 @@ from tests.chaos.model import make_model
 
 from pagemill.ingest.embedded import EmbeddedServer
 
-PLAIN = {"prompt": "a queue is", "ignore_eos": True, "stream": True, "flush_ms": 0}
+PLAIN = {"prompt": "a queue is", "ignore_eos": True, "stream": True, "flush_ms": 0, "token_ids": True}
 MUCH = {**PLAIN, "n": 8, "logprobs": 20}
-PROBE_EVERY_S = 0.05
-
-
-def probe(port: int) -> None:
-    """Ask /healthz again and again until told to end; print what it took, in seconds."""
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    took: list[float] = []
-    while not told:
-        begun = time.perf_counter()
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/healthz")
-        assert connection.getresponse().read()
-        connection.close()
-        took.append(time.perf_counter() - begun)
-        time.sleep(max(0.0, PROBE_EVERY_S - took[-1]))
-    print(json.dumps(took))
+LAG_EVERY_S = 0.02
 
 
 def begun(*command: str) -> subprocess.Popen[str]:
@@ -62,19 +49,51 @@ def end(process: subprocess.Popen[str]) -> str:
     return output
 
 
-async def phase(port: int, gateway: psutil.Process, args: argparse.Namespace, stalled: int) -> tuple[Crowd, float]:
-    """One crowd, and the most memory that the gateway had meanwhile, MB."""
-    peak = 0.0
+class Watch:
+    """Looks at this process and others meanwhile: lag of this one's timers, memory, shares of a processor."""
 
-    async def watch() -> None:
-        nonlocal peak
+    def __init__(self, processes: dict[str, psutil.Process]) -> None:
+        self._processes = processes
+        self._before = {name: _processor_s(process) for name, process in processes.items()}
+        self._began = time.perf_counter()
+        self._tasks = [asyncio.create_task(self._lag()), asyncio.create_task(self._memory())]
+        self.lags: list[float] = []
+        self.peak_mb = 0.0
+
+    async def _lag(self) -> None:
         while True:
-            peak = max(peak, gateway.memory_info().rss / 1e6)
+            due = time.perf_counter() + LAG_EVERY_S
+            await asyncio.sleep(LAG_EVERY_S)
+            self.lags.append(time.perf_counter() - due)
+
+    async def _memory(self) -> None:
+        while True:
+            self.peak_mb = max(self.peak_mb, self._processes["gateway"].memory_info().rss / 1e6)
             await asyncio.sleep(0.2)
 
-    watching = asyncio.create_task(watch())
+    def end(self) -> tuple[float, dict[str, float]]:
+        """Seconds that it took, and the share of a processor that each process had."""
+        for task in self._tasks:
+            task.cancel()
+        took = time.perf_counter() - self._began
+        return took, {
+            name: round((_processor_s(process) - self._before[name]) / took, 2)
+            for name, process in self._processes.items()
+        }
+
+
+def _processor_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+async def phase(
+    port: int, processes: dict[str, psutil.Process], args: argparse.Namespace, stalled: int
+) -> tuple[Crowd, dict[str, Any]]:
+    """One crowd, and what was seen beside it."""
     tokens = {"max_tokens": args.tokens}
     plain, much = (request("/v1/completions", {**body, **tokens}) for body in (PLAIN, MUCH))
+    watch = Watch(processes)
     seen = await crowd(
         port,
         plain,
@@ -84,60 +103,54 @@ async def phase(port: int, gateway: psutil.Process, args: argparse.Namespace, st
         deaf=stalled,
         ramp_s=args.ramp_s,
     )
-    watching.cancel()
-    return seen, peak
+    took, shares = watch.end()
+    gaps, lags = seen.gaps, sorted(watch.lags)
+    return seen, {
+        "frames_s": round(sum(reader.frames for reader in seen.readers) / took),
+        "gap_ms": {str(share): _ms(percentile(gaps, share)) for share in (0.5, 0.99, 0.999)},
+        "gap_max_ms": _ms(gaps[-1]),
+        "client_lag_ms": {"p99": _ms(percentile(lags, 0.99)), "max": _ms(lags[-1])},
+        "rss_peak_mb": round(watch.peak_mb, 1),
+        "cpu": shares,
+    }
 
 
-def measure(args: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
+
+
+def measure(args: argparse.Namespace, server: EmbeddedServer, folder: Path) -> dict[str, Any]:
+    url = server.url
     timeout = ("--http-write-timeout-s", str(args.write_timeout_s))
     gateway = begun("pagemill", "gateway", "--redis-url", url, "--http-port", "0", "--log-level", "warning", *timeout)
     engine = begun("tests.adapters.crowd_engine", url, str(folder), str(args.step_ms))
     try:
-        return rounds_of(args, engine, gateway)
+        port = int(first_line(gateway).rpartition(":")[2])
+        assert first_line(engine) == "ready\n"
+        pids = {"gateway": gateway.pid, "engine": engine.pid, "server": server.pid, "clients": None}
+        return rounds_of(args, port, {name: psutil.Process(pid) for name, pid in pids.items()})
     finally:
         end(gateway)
         end(engine)
 
 
-def rounds_of(
-    args: argparse.Namespace, engine: subprocess.Popen[str], gateway: subprocess.Popen[str]
-) -> dict[str, Any]:
-    port = int(first_line(gateway).rpartition(":")[2])
-    assert first_line(engine) == "ready\n"
-    process = psutil.Process(gateway.pid)
+def rounds_of(args: argparse.Namespace, port: int, processes: dict[str, psutil.Process]) -> dict[str, Any]:
     asyncio.run(crowd(port, request("/v1/completions", {**PLAIN, "max_tokens": 3}), args.clients))
-    result: dict[str, Any] = {"rss_before_mb": round(process.memory_info().rss / 1e6, 1)}
+    gateway = processes["gateway"]
+    result: dict[str, Any] = {"rss_before_mb": round(gateway.memory_info().rss / 1e6, 1)}
     rounds: list[dict[str, Any]] = []
     for _ in range(args.rounds):
         for stalled in (0, args.stalled):
-            prober = begun("bench.gateway_load", "--probe", str(port))
-            cpu = process.cpu_times()
-            started = time.perf_counter()
-            seen, peak = asyncio.run(phase(port, process, args, stalled))
-            took = time.perf_counter() - started
-            used = process.cpu_times()
+            prober = begun("bench.health_probe", str(port))
+            assert first_line(prober) == "asking\n"
+            seen, figures = asyncio.run(phase(port, processes, args, stalled))
             health = sorted(json.loads(end(prober)))
-            gaps = seen.gaps
-            rounds.append(
-                {
-                    "stalled": stalled,
-                    "cut": seen.cut,
-                    "whole": f"{seen.whole} of {len(seen.readers)}",
-                    "frames_s": round(sum(reader.frames for reader in seen.readers) / took),
-                    "gap_ms": {str(share): round(1000 * percentile(gaps, share), 1) for share in (0.5, 0.99, 0.999)},
-                    "gap_max_ms": round(1000 * gaps[-1], 1),
-                    "healthz_ms": {
-                        "p99": round(1000 * percentile(health, 0.99), 1),
-                        "max": round(1000 * health[-1], 1),
-                    },
-                    "healthz_asked": len(health),
-                    "rss_peak_mb": round(peak, 1),
-                    "gateway_cpu": round((used.user + used.system - cpu.user - cpu.system) / took, 2),
-                }
-            )
+            told = {"stalled": stalled, "cut": seen.cut, "whole": f"{seen.whole} of {len(seen.readers)}", **figures}
+            told["healthz_ms"] = {"p99": _ms(percentile(health, 0.99)), "max": _ms(health[-1]), "asked": len(health)}
+            rounds.append(told)
             if not args.json:
-                print(json.dumps(rounds[-1]), flush=True)
-    result["rss_after_mb"] = round(process.memory_info().rss / 1e6, 1)
+                print(json.dumps(told), flush=True)
+    result["rss_after_mb"] = round(gateway.memory_info().rss / 1e6, 1)
     ratios = [
         bad["gap_ms"]["0.99"] / good["gap_ms"]["0.99"] for good, bad in zip(rounds[::2], rounds[1::2], strict=True)
     ]
@@ -154,13 +167,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--write-timeout-s", type=float, default=3.0, help="the gateway's http_write_timeout_s")
     parser.add_argument("--json", action="store_true", help="one object, nothing else")
-    parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.probe:
-        probe(args.probe)
-        return
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as server:
-        result = measure(args, server.url, make_model(Path(folder)))
+        result = measure(args, server, make_model(Path(folder)))
     if args.json:
         print(json.dumps(result))
     else:

@@ -9,6 +9,7 @@ API take an empty event for an answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import TracebackType
 from typing import Any, Self
 
@@ -105,4 +106,6 @@ class SseStream:
             self._pinging.cancel()
             await asyncio.gather(self._pinging, return_exceptions=True)
         if error is None and self.is_open:
-            await self._within(self._response.write_eof())
+            # All was told; a client that has closed before it saw the end lacks nothing.
+            with contextlib.suppress(ClientGoneError):
+                await self._within(self._response.write_eof())
