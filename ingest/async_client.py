@@ -17,6 +17,7 @@ from pagemill.engine.errors import PagemillError, RequestError, invalid
 from pagemill.ingest import scripts
 from pagemill.ingest.allowances import Allowances
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.events import Transcript
 from pagemill.ingest.keys import QueueKeys, is_request_id
 from pagemill.ingest.model_map import queue_of, read_models
 from pagemill.ingest.overview import Overview, read_overview
@@ -47,6 +48,7 @@ class AsyncHandle:
         self.replayed = replayed
         self._client = client
         self._expected = expected
+        self._ended: Transcript | None = None
         self._result: Result | None = None
 
     @property
@@ -70,7 +72,7 @@ class AsyncHandle:
             async with contextlib.aclosing(subscription.events()) as items:
                 async for item in items:
                     if item["type"] == "done" and after == 0:
-                        self._result = result_of(self.request_id, subscription.transcript)
+                        self._ended = subscription.transcript
                     yield item
         finally:
             await subscription.aclose()
@@ -95,7 +97,7 @@ class AsyncHandle:
 
     async def result(self, timeout: float | None = None) -> Result:
         """Wait for the end. Raises `RequestFailed`, and `TimeoutError` after `timeout` seconds (cancelling nothing)."""
-        if self._result is None:
+        if self._ended is None:
             async with asyncio.timeout(timeout):
                 async for _ in self.events():
                     pass
@@ -106,7 +108,9 @@ class AsyncHandle:
         return await self._client.cancel(self.request_id)
 
     def _completed(self) -> Result:
-        assert self._result is not None
+        if self._result is None:  # made when somebody wants it: whoever follows the events has them already
+            assert self._ended is not None
+            self._result = result_of(self.request_id, self._ended)
         if self._result.state != "completed":
             raise RequestFailed(self._result)
         return self._result

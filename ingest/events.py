@@ -42,10 +42,17 @@ def read_live_payload(payload: bytes) -> tuple[int, bytes] | None:
     return int(digits), data
 
 
+def _json_list(entries: Sequence[bytes]) -> orjson.Fragment:
+    return orjson.Fragment(b"[%s]" % b",".join(entries))
+
+
 @dataclass(slots=True)
 class ChoiceTranscript:
-    """What one choice has generated so far. `logprobs`: one entry for each token, where they were asked for. `cuts`:
-    tokens and characters after each delta."""
+    """What one choice has generated so far. `cuts`: tokens and characters after each delta.
+
+    `logprob_entries`: the JSON of one entry for each token, where they were asked for. As objects they would be
+    dozens for each token, kept until the request ends, and each full collection of garbage walks over all of them.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)
@@ -53,13 +60,18 @@ class ChoiceTranscript:
     chain: str = NO_CHAIN
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: list[dict[str, Any]] | None = None
+    logprob_entries: list[bytes] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     cuts: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         return "".join(self.text_parts)
+
+    @property
+    def logprobs(self) -> list[dict[str, Any]] | None:
+        """One entry for each token, where they were asked for; made anew at each call."""
+        return None if self.logprob_entries is None else [orjson.loads(entry) for entry in self.logprob_entries]
 
     def extend(self, token_ids: Sequence[int], text: str, logprobs: Sequence[dict[str, Any]] | None = None) -> None:
         self.token_ids.extend(token_ids)
@@ -69,9 +81,9 @@ class ChoiceTranscript:
             self.text_parts.append(text)
             self.text_length += len(text)
         if logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs.extend(logprobs)
+            if self.logprob_entries is None:
+                self.logprob_entries = []
+            self.logprob_entries.extend(map(orjson.dumps, logprobs))
         self.cuts.append((len(self.token_ids), self.text_length))
 
     def rewind(self, to_offset: int, to_text_offset: int | None = None) -> None:
@@ -84,8 +96,8 @@ class ChoiceTranscript:
         self.text_length = len(self.text_parts[0])
         self.chain = extend_chain(NO_CHAIN, self.token_ids)
         self.cuts = [cut for cut in self.cuts if cut[0] <= to_offset and cut[1] <= to_text_offset]
-        if self.logprobs is not None:
-            del self.logprobs[to_offset:]
+        if self.logprob_entries is not None:
+            del self.logprob_entries[to_offset:]
 
     def continues(self, item: Mapping[str, Any]) -> bool:
         """Whether a delta goes on where this choice is, and its `chain` says that both have the same tokens."""
@@ -146,7 +158,17 @@ class Transcript:
         return transcript
 
     def result(self) -> list[dict[str, Any]]:
-        """The choices as the record keeps them, in order of their index."""
+        """The choices, in order of their index."""
+        return [
+            {**told, "logprobs": self.choices[told["index"]].logprobs} if "logprobs" in told else told
+            for told in self._result()
+        ]
+
+    def result_json(self) -> bytes:
+        """The choices as the record keeps them."""
+        return orjson.dumps(self._result())
+
+    def _result(self) -> list[dict[str, Any]]:
         return [
             {
                 "index": index,
@@ -154,7 +176,7 @@ class Transcript:
                 "token_ids": choice.token_ids,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
-                **({} if choice.logprobs is None else {"logprobs": choice.logprobs}),
+                **({} if choice.logprob_entries is None else {"logprobs": _json_list(choice.logprob_entries)}),
                 **({} if self.tool_parser is None else {"tool_parser": self.tool_parser}),
                 **({} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}),
             }

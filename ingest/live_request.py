@@ -271,7 +271,7 @@ class LiveRequest:
             self.published,
             events,
             state=self.ending.state,
-            result=orjson.dumps(self.transcript.result() if self._ran else []),
+            result=self.transcript.result_json() if self._ran else b"[]",
             usage=orjson.dumps(self._usage()),
             metrics=orjson.dumps(self._metrics()),
             error=b"" if self.ending.error is None else orjson.dumps(self.ending.error.to_dict()),
@@ -292,9 +292,10 @@ class LiveRequest:
     def _end_hook(self, ending: Ending) -> bytes:
         if self.callback is None or end_event(ending.state) not in self.callback.events:
             return b""
-        choices = [
-            {name: choice[name] for name in ("index", "text", "finish_reason", "stop_reason")}
-            for choice in (self.transcript.result() if self._ran else [])
+        names = ("text", "finish_reason", "stop_reason")
+        choices: list[dict[str, Any]] = [
+            {"index": index, **{name: getattr(choice, name) for name in names}}
+            for index, choice in (sorted(self.transcript.choices.items()) if self._ran else ())
         ]
         head = self._hook_head(ending.state)
         if sum(len(choice["text"]) for choice in choices) > MAX_HOOK_TEXT:

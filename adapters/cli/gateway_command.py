@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import signal
 
 from pagemill.adapters.cli.settings import Settings, without_password
@@ -25,6 +26,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 async def _serve(config: GatewayConfig, queue: QueueConfig) -> int:
     process = GatewayProcess(config, queue)
     url = await process.start()
+    # What has been imported stays; a full collection that walks over it would hold up every stream meanwhile.
+    gc.collect()
+    gc.freeze()
     queues = ", ".join(repr(name) for name in process.gateway.queues.clients)
     print(f"serving queue {queues} of {without_password(queue.redis_url)} at {url}", flush=True)
     told = asyncio.Event()

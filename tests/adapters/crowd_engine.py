@@ -6,6 +6,7 @@ Its model is tiny and random, and each of its steps waits, so that many streams 
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from typing import Any
 
@@ -40,6 +41,8 @@ async def serve(url: str, model: str, step_ms: float) -> None:
     worker = Worker(engine, QueueConfig(redis_url=url, drain_timeout_s=1.0))
     running = asyncio.create_task(worker.run_until_signal())
     await worker.ready.wait()
+    gc.collect()
+    gc.freeze()  # as `pagemill engine` does
     print("ready", flush=True)
     await running
     await engine.stop()
