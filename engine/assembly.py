@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -47,6 +47,8 @@ class EngineParts:
     core: EngineCore
     tokenizer: Tokenizer | None
     compiler: GrammarCompiler | None
+    threads: Callable[[], int]
+    """How many threads compute at present."""
 
 
 def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts:
@@ -102,7 +104,7 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
     )
     core = EngineCore(scheduler, runner, tokenizer, info.eos_token_ids)
     compiler = None if tokenizer is None else GrammarCompiler(tokenizer, spec.vocab_size, info.eos_token_ids)
-    return EngineParts(config, info, limits, core, tokenizer, compiler)
+    return EngineParts(config, info, limits, core, tokenizer, compiler, lambda: runner.ops.threads)
 
 
 def _end_token_ids(of_model: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

@@ -208,6 +208,11 @@ class AsyncEngine:
         return self._statistics
 
     @property
+    def threads(self) -> int:
+        """Threads that compute at present: fewer than the setting while a neighbour keeps cores busy."""
+        return self._parts.threads()
+
+    @property
     def output_tokens(self) -> int:
         """Tokens generated since the start."""
         return self._output_tokens

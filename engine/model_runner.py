@@ -135,7 +135,8 @@ class ModelRunner:
             before = time.perf_counter()
             self._pool.move_blocks(output.moves)
             copy_s = time.perf_counter() - before
-        result = self._compute(output.scheduled, self._pool)
+        with self._ops.step(output.num_tokens):
+            result = self._compute(output.scheduled, self._pool)
         result.copy_s = copy_s
         return result
 

@@ -160,6 +160,7 @@ class Lease:
             "queried_tokens": cache.queried_tokens,
             "hit_tokens": cache.hit_tokens,
             "output_tokens": engine.output_tokens,
+            "threads": engine.threads,
             "running": statistics.running,
             "waiting": statistics.waiting,
             "preemptions": statistics.preemptions,

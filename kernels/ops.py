@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -185,6 +186,15 @@ class Ops(Protocol):
 
     name: str
     kv_form: KVForm
+
+    @property
+    def threads(self) -> int:
+        """Threads of this process that compute, at present."""
+        ...
+
+    def step(self, tokens: int) -> AbstractContextManager[None]:
+        """Around everything that is computed for a step of so many tokens: a back end may learn from its time."""
+        ...
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
         """Store key, value [T, Hk, D] at slot_mapping int64 [T]; slots outside the pool are skipped."""

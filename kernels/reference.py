@@ -5,6 +5,7 @@ The other back ends are tested against this one.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,13 @@ class ReferenceOps:
 
     def __init__(self, kv_form: KVForm = "k_major") -> None:
         self.kv_form: KVForm = kv_form
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    def step(self, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
         kept = (slot_mapping >= 0) & (slot_mapping < kv.num_blocks * kv.block_size)

@@ -22,6 +22,7 @@ _ENGINE_GAUGES = {
     "shared_blocks": "KV blocks that several sequences hold",
     "cached_blocks": "free KV blocks whose content can be used again",
     "waste_percent": "share of allocated KV slots without a token, mean over steps",
+    "threads": "threads that compute, fewer than the setting beside a busy neighbour",
     "running": "requests that run",
     "waiting": "requests inside the engine that wait",
     "prefill_tokens_s": "measured prompt tokens a second",

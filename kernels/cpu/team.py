@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -39,18 +40,21 @@ _GATE = 0  # call number << 16 | _OPEN | helpers inside
 _NEXT = 8  # the next part to claim
 _BUSY = 16  # 1 while some thread's call has the team
 _PARTS, _WORKER, _FRAME = 24, 25, 26  # the call at the gate
-_THREADS = 27
 _STOP = 32
 _HELD = 33  # how many callers hold the team
-_WORDS = 40
+_THREADS = 34  # how many are in use
+_WAITED = 40  # nanoseconds that callers have waited for a thread that was long in coming
+_WORDS = 48
 
 _OPEN = 1 << 15
 _INSIDE = _OPEN - 1
 _CALL = 16  # the shift of the call number
 
 _SPINS = 200  # looks at the gate before a core is first offered to others
+_PATIENCE_NS = 300_000  # a wait as long as this is no matter of parts of unequal size
 _YIELDS = 2000  # offers before a helper goes to sleep; about a millisecond on an idle machine
 
+_MONOTONIC = int(time.CLOCK_MONOTONIC)
 _I64 = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 _WORKER_TYPE = ir.FunctionType(ir.VoidType(), [_I64, _I64, _POINTER])
@@ -106,6 +110,23 @@ def _yield_core(typingctx: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@intrinsic
+def _now(typingctx: Any) -> Any:
+    """Nanoseconds of a clock that only goes on."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        time_type = ir.LiteralStructType([_I64, _I64])
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), time_type.as_pointer()])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        found = cgutils.alloca_once(builder, time_type)
+        builder.call(function, [ir.Constant(ir.IntType(32), _MONOTONIC), found])
+        time = builder.load(found)
+        seconds = builder.mul(builder.extract_value(time, 0), ir.Constant(_I64, 1_000_000_000))
+        return builder.add(seconds, builder.extract_value(time, 1))
+
+    return types.int64(), codegen
 
 
 @intrinsic
@@ -191,19 +212,31 @@ def _share(board: int, worker: int, frame: int, parts_per_thread: int) -> None:
         part = _add(board, _NEXT, 1)
     inside = (_add(board, _GATE, -_OPEN) - _OPEN) & _INSIDE
     spins = 0
+    since = 0
     while inside > 0:
         spins += 1
         if spins > _SPINS:
+            if since == 0:
+                since = _now()
             _yield_core()
         inside = _load(board, _GATE) & _INSIDE
+    if since != 0:
+        waited = _now() - since
+        if waited > _PATIENCE_NS:
+            _add(board, _WAITED, waited)
     _store(board, _BUSY, 0)
 
 
 @kernel
-def _serve(board: int, last_call: int) -> int:
-    """Help with calls until none has come for a while, or the team is dissolved; returns the last call helped with."""
+def _serve(board: int, rank: int, last_call: int) -> int:
+    """Help with calls until none has come for a while, or the team is dissolved or does without this helper; returns
+    the last call helped with."""
     idle = 0
-    while (idle < _SPINS + _YIELDS or _load(board, _HELD) > 0) and _load(board, _STOP) == 0:
+    while (
+        (idle < _SPINS + _YIELDS or _load(board, _HELD) > 0)
+        and _load(board, _STOP) == 0
+        and rank < _load(board, _THREADS)
+    ):
         gate = _load(board, _GATE)
         if gate & _OPEN == 0 or gate >> _CALL == last_call or not _swap_if(board, _GATE, gate, gate + 1):
             idle += 1
@@ -246,10 +279,13 @@ def run_at(board: int, parts_per_thread: int, worker: int, frame: int) -> None:
 
 
 class Team:
-    """`threads` - 1 helper threads beside the caller's. They end when the team is no longer referenced."""
+    """`threads` - 1 helper threads beside the caller's. They end when the team is no longer referenced.
+
+    `use` makes do with fewer; the rest sleep.
+    """
 
     def __init__(self, threads: int) -> None:
-        self.threads = threads
+        self._in_use = threads
         words = np.zeros(_WORDS + 8, np.int64)
         start = -words.ctypes.data % 64 // 8
         self._words = words[start : start + _WORDS]
@@ -257,17 +293,31 @@ class Team:
         self._board = int(self._words.ctypes.data)
         self._asked = [0]
         self._wake = [threading.Event() for _ in range(threads - 1)]
-        for event in self._wake:
-            arguments = (self._words, event, self._asked)
+        for rank, event in enumerate(self._wake, 1):
+            arguments = (self._words, rank, event, self._asked)
             threading.Thread(target=_help, args=arguments, name="pagemill-kernel", daemon=True).start()
         weakref.finalize(self, _dissolve, self._words, self._wake)
 
+    @property
+    def threads(self) -> int:
+        """How many are in use, the caller's among them."""
+        return self._in_use
+
+    def use(self, threads: int) -> None:
+        """Use so many from the next call on, at most as many as there are."""
+        self._in_use = self._words[_THREADS] = threads
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that callers have waited, all in all, for threads that came late: the system ran others instead."""
+        return float(self._words[_WAITED]) / 1e9
+
     def board(self) -> int:
         """The board to run a call on, with the helpers awake; 0 for a team of one."""
-        if self.threads == 1:
+        if self._in_use == 1:
             return 0
         self._asked[0] += 1
-        for event in self._wake:
+        for event in self._wake[: self._in_use - 1]:
             if not event.is_set():
                 event.set()
         return self._board
@@ -275,7 +325,7 @@ class Team:
     @contextlib.contextmanager
     def held(self) -> Iterator[int]:
         """The board, with helpers that stay awake until the end, for compiled code that makes many calls."""
-        if self.threads == 1:
+        if self._in_use == 1:
             yield 0
             return
         hold(self._board, 1)  # before they are woken: they would be asleep again by the time that this is compiled
@@ -291,16 +341,16 @@ def hold(board: int, count: int) -> None:
     _add(board, _HELD, count)
 
 
-def _help(words: npt.NDArray[np.int64], wake: threading.Event, asked: list[int]) -> None:
+def _help(words: npt.NDArray[np.int64], rank: int, wake: threading.Event, asked: list[int]) -> None:
     last_call = 0
     while not words[_STOP]:
         wake.wait()
         before = asked[0]
-        last_call = _serve(int(words.ctypes.data), last_call)
+        last_call = _serve(int(words.ctypes.data), rank, last_call)
         wake.clear()
         # Whoever asked while the helper was on its way to sleep saw it awake still. Such a call would be made alone,
         # and of a step that is a single call all of it.
-        if asked[0] != before:
+        if asked[0] != before and rank < words[_THREADS]:
             wake.set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,13 @@ class TritonOps:
         self._interpret = interpret
         self._reference = ReferenceOps()
         self._facts: dict[torch.device, DeviceFacts] = {}
+
+    @property
+    def threads(self) -> int:
+        return 1
+
+    def step(self, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: LayerKV, slot_mapping: torch.Tensor) -> None:
         _require_rows(key, value)

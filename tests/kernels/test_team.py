@@ -121,8 +121,9 @@ def test_a_call_that_meets_a_helper_on_its_way_to_sleep_wakes_it() -> None:
 
     team = Team(1)
     words, asked, wake = team._words, [0], Slow()
+    words[team_module._THREADS] = 2
     wake.set()
-    helping = threading.Thread(target=team_module._help, args=(words, wake, asked), daemon=True)
+    helping = threading.Thread(target=team_module._help, args=(words, 1, wake, asked), daemon=True)
     helping.start()
     helping.join(30)
     assert not helping.is_alive()
