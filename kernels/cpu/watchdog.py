@@ -41,6 +41,7 @@ class Watchdog:
         self._fewer_pause = PAUSE_S
         self._more_pause = PAUSE_S
         self._disturbed = False
+        self._fresh = True
         self._forget()
 
     @property
