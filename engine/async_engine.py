@@ -48,6 +48,16 @@ class _Live:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """What is known of an engine's steps. `tokens`: of the step under way; `largest`: of the largest that it has got
+    through, `longest_s`: seconds of the longest one; both 0 before the first."""
+
+    tokens: int = 0
+    largest: int = 0
+    longest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class _Submission:
     request: Request
     resumed: Sequence[Sequence[int]]
@@ -81,6 +91,8 @@ class AsyncEngine:
         self._statistics = parts.core.scheduler.statistics()
         self._output_tokens = 0
         self._turns = 0
+        self._largest_step = 0
+        self._longest_step_s = 0.0
         self._asleep = False
         self._failure: EngineDeadError | None = None
         self._dead = asyncio.Event()
@@ -232,6 +244,11 @@ class AsyncEngine:
         return self._turns, self._asleep
 
     @property
+    def pace(self) -> Pace:
+        """How large and how long its steps are."""
+        return Pace(self._core.step_tokens, self._largest_step, self._longest_step_s)
+
+    @property
     def backlog(self) -> Backlog:
         """What was accepted and has not started."""
         return self._acceptance.backlog
@@ -286,7 +303,10 @@ class AsyncEngine:
                     else:
                         outputs += core.abort(message.request_id, message.error)
                 if core.has_requests:
+                    began = time.monotonic()
                     outputs += core.step()
+                    self._longest_step_s = max(self._longest_step_s, time.monotonic() - began)
+                    self._largest_step = max(self._largest_step, core.step_tokens)
                 if outlook is None or time.monotonic() >= outlook_at:
                     outlook, outlook_at = core.scheduler.outlook(), time.monotonic() + OUTLOOK_S
                 self._post(self._deliver, outputs, core.scheduler.statistics(), outlook)

@@ -49,6 +49,7 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._groups: dict[str, SequenceGroup] = {}
+        self.step_tokens = 0  # of the step that is computed now, or of the last one
 
     @property
     def has_requests(self) -> bool:
@@ -81,6 +82,7 @@ class EngineCore:
         if not output.scheduled and not output.moves:
             self.scheduler.commit(output)
             return results
+        self.step_tokens = output.num_tokens
         before = self._clock()
         result = self._runner.execute(output)
         self._observe(output, result, self._clock() - before)

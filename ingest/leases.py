@@ -3,7 +3,9 @@
 The lease covers all that an engine holds, so renewing it is one call, however much runs. It is renewed only while the
 step loop gets on: a device that hangs keeps the process, its event loop and its connections alive, and must lose its
 requests all the same. A step may last as long as `heartbeat_timeout_s`, and as `STEP_SLACK` times the longest that
-this engine has got through: one whose steps are long by nature (large prompts, few cores) is slow and not dead.
+this engine has got through: one whose steps are long by nature (large prompts, few cores) is slow and not dead. One
+with more tokens than any before may take longer in proportion, and of the very first nothing is known: taken for a
+hang, it would be lost on one engine after the other.
 
 The others learn from the same heartbeat what this engine can do; `submit` and `accept` refuse by it.
 """
@@ -20,7 +22,7 @@ import orjson
 import structlog
 from redis.exceptions import RedisError
 
-from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.async_engine import AsyncEngine, Pace
 from pagemill.engine.forecast import Outlook
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
@@ -59,8 +61,6 @@ class Lease:
         self._version = metadata.version("pagemill")  # reads files, which is much for every heartbeat
         self._pulse = -1
         self._moved_at = time.monotonic()
-        self._longest_step_s = 0.0
-        self._is_in_step = False
         self._is_late = False
 
     @property
@@ -113,14 +113,9 @@ class Lease:
         """Whether the step loop has got on since the last time, or is in a step that may last longer."""
         pulse, idle = self._engine.pulse
         now = time.monotonic()
-        in_step_s = now - self._moved_at
         if pulse == self._pulse and not idle:
-            self._is_in_step = True
-            most_s = min(STEP_SLACK * self._longest_step_s, MAX_SLACK * self._config.heartbeat_timeout_s)
-            return in_step_s <= most_s
-        if self._is_in_step:
-            self._longest_step_s = max(self._longest_step_s, in_step_s)
-        self._pulse, self._moved_at, self._is_in_step = pulse, now, False
+            return now - self._moved_at <= most_s(self._engine.pace, self._config.heartbeat_timeout_s)
+        self._pulse, self._moved_at = pulse, now
         return True
 
     async def retire(self) -> bool:
@@ -176,6 +171,16 @@ class Lease:
             "outlook": _told(engine.outlook(), statistics.prefill_tokens_s if engine.num_live else None),
             "caps": {**caps, **places},
         }
+
+
+def most_s(pace: Pace, heartbeat_timeout_s: float) -> float:
+    """For how many seconds the step under way may last without being taken for a hang."""
+    limit = MAX_SLACK * heartbeat_timeout_s
+    if pace.tokens <= pace.largest:
+        return min(STEP_SLACK * pace.longest_s, limit)
+    if pace.largest == 0:
+        return limit
+    return min(STEP_SLACK * pace.longest_s * pace.tokens / pace.largest, limit)
 
 
 def _told(outlook: Outlook | None, prefill_tokens_s: float | None) -> dict[str, Any] | None:

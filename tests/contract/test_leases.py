@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.async_engine import AsyncEngine, Pace
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineDeadError
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.leases import most_s
 from pagemill.ingest.worker import Worker
 from tests.contract.conftest import TAG, Outside
 from tests.engine.tiny_models import CONFIGS, save_model
@@ -250,12 +251,12 @@ def test_an_engine_whose_steps_are_long_by_nature_keeps_its_requests(
         tasks = [asyncio.create_task(workers[0].run())]
         await outside.add("a", {**prompt(0), "max_tokens": 100, "max_attempts": 1})
         await outside.first_delta("a")
-        for hold_s in (0.6, 1.7):
+        for hold_s in (1.0, 1.7):
             steps.held.clear()
             steps.go.clear()
             assert await asyncio.to_thread(steps.held.wait, 10)
             held = asyncio.create_task(asyncio.sleep(hold_s))
-            if len(workers) == 1 and hold_s > 1:
+            if hold_s > 1:
                 workers.append(Worker(other, config))
                 tasks.append(asyncio.create_task(workers[1].run()))
             await held
@@ -274,6 +275,57 @@ def test_an_engine_whose_steps_are_long_by_nature_keeps_its_requests(
         await outside.assert_nothing_left()
 
     play(scenario())
+
+
+def test_a_first_step_of_many_tokens_is_no_hang(
+    play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
+) -> None:
+    """Nobody knows yet how long it takes, so it may last for several leases."""
+    config = queue_config.replace(heartbeat_timeout_s=0.4)
+
+    async def scenario() -> None:
+        slow, other = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
+        core = slow._parts.core
+        execute, go, held = core._runner.execute, threading.Event(), threading.Event()
+
+        def long_execute(output: Any) -> Any:
+            held.set()
+            go.wait(60)
+            return execute(output)
+
+        core._runner.execute = long_execute  # type: ignore[method-assign]
+        workers = [Worker(slow, config)]
+        tasks = [asyncio.create_task(workers[0].run())]
+        await outside.add("a", {**prompt(0), "max_attempts": 1})
+        assert await asyncio.to_thread(held.wait, 60)
+        workers.append(Worker(other, config))
+        tasks.append(asyncio.create_task(workers[1].run()))
+        await workers[1].ready.wait()
+        for _ in range(12):  # of its heartbeats: three leases
+            lease = workers[0]._lease
+            renewed_at = lease._renewed_at
+            async with asyncio.timeout(60):
+                while lease._renewed_at == renewed_at:
+                    await asyncio.sleep(0.01)
+        go.set()
+        done = await outside.done("a")
+        assert (done["state"], done["metrics"]["attempts"]) == ("completed", 1)
+        for worker in workers:
+            worker.stop()
+        await asyncio.gather(*tasks)
+        await slow.stop()
+        await other.stop()
+        await outside.assert_nothing_left()
+
+    play(scenario())
+
+
+def test_how_long_a_step_may_last() -> None:
+    assert most_s(Pace(tokens=512), 15) == 300, "nothing is known"
+    assert most_s(Pace(tokens=1, largest=8, longest_s=6), 15) == 24
+    assert most_s(Pace(tokens=512, largest=8, longest_s=0.5), 15) == 128, "in proportion"
+    assert most_s(Pace(tokens=512, largest=8, longest_s=6), 15) == 300
+    assert most_s(Pace(), 15) == 0, "no step is under way: the loop itself hangs"
 
 
 def test_a_generation_of_many_leases_runs_once(
