@@ -22,6 +22,7 @@ from pagemill.ingest.live_request import LiveRequest
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
 
 MAX_BATCH = 512
+MAX_FLUSH_BYTES = 1 << 20  # a flush that has so much takes no other request: tokens do not wait for many long results
 
 Outcome = Literal["written", "lost", "refused"]
 
@@ -126,12 +127,17 @@ class Outbox:
         calls: list[scripts.Call] = []
         sent: list[LiveRequest] = []
         now = self._clock()
-        for live in batch:
+        size = 0
+        for number, live in enumerate(batch):
             live.compose()
             live.flushed_at = now
             if (call := live.call(self._config)) is not None:
                 calls.append(call)
                 sent.append(live)
+                size += call.size
+            if size >= MAX_FLUSH_BYTES:
+                self._due.update((later, self._due.get(later, now)) for later in batch[number + 1 :])
+                break
         if not calls:
             return
         self.flushes += 1

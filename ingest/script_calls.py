@@ -58,6 +58,11 @@ class Call:
     shared: tuple[str | bytes | int, ...] = ()
 
     @property
+    def size(self) -> int:
+        """About how many bytes its arguments have."""
+        return sum(len(arg) for arg in self.args if not isinstance(arg, int))
+
+    @property
     def slot(self) -> str:
         """The beginning of its keys, up to the end of their hash tag."""
         return self.keys[0].partition("}")[0]

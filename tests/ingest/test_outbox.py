@@ -20,7 +20,7 @@ from pagemill.ingest.events import Transcript
 from pagemill.ingest.intake import Intake
 from pagemill.ingest.keys import GROUP, QueueKeys
 from pagemill.ingest.live_request import Ending, LiveRequest
-from pagemill.ingest.outbox import Outbox
+from pagemill.ingest.outbox import MAX_FLUSH_BYTES, Outbox
 from pagemill.ingest.redis import Client, connect_commands
 from pagemill.ingest.schema import RequestBody
 
@@ -125,6 +125,28 @@ def test_one_pipeline_carries_what_all_requests_say(queue_config: QueueConfig, r
             assert bench.outbox.flushes == 1
             for live in lives:
                 assert len(await events(bench.client, live.request_id)) == 1
+
+    run(scenario())
+
+
+def test_many_long_results_do_not_go_in_one_flush(queue_config: QueueConfig, run: Run) -> None:
+    """Tokens that come meanwhile would wait for all of them."""
+
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            names = [f"r{number}" for number in range(8)]
+            lives = [await begun(bench.client, name) for name in names]
+            for live in lives:
+                bench.outbox.put(live, SequenceOutput("a", started=True))
+            await bench.sent()
+            before = bench.outbox.flushes
+            for live in lives:
+                bench.outbox.put(live, token(5, "x" * MAX_FLUSH_BYTES, finish_reason="length"))
+            await bench.sent()
+            assert bench.outbox.flushes - before == len(lives)
+            assert bench.ended == ["written"] * len(lives)
+            for name in names:
+                assert (await events(bench.client, name))[-1]["type"] == "done"
 
     run(scenario())
 
