@@ -1,7 +1,8 @@
 """Whether the role that runs in this container is well: exit status 0 or 1, with the reason on standard error.
 
 The role is read off the command line of process 1. A gateway answers /healthz; an engine, which has no port, renews its
-heartbeat in Redis from its step loop; senders of webhooks reach Redis.
+heartbeat in Redis from its step loop; a sender of webhooks, which has none either, leaves a key there when it has asked
+for work.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ def check_engine(redis_url: str, prefix: str, queue: str) -> None:
         raise RuntimeError(f"no engine of {host} has a heartbeat" if not ages else f"{min(ages):.0f} ms without one")
 
 
-def check_redis(redis_url: str) -> None:
+def check_webhooks(redis_url: str, prefix: str, queue: str) -> None:
+    """Raise unless a sender of webhooks on this host has asked for work lately: what it says of that expires."""
+    host = socket.gethostname()[:32]
     with connect(redis_url) as client:
-        client.ping()
+        if not client.exists(f"{prefix}:{{{queue}.0}}:hook:at:{host}"):
+            raise RuntimeError(f"no sender of webhooks on {host} gets on")
 
 
 def connect(redis_url: str) -> Any:
@@ -55,14 +59,14 @@ def main() -> int:
     words = Path("/proc/1/cmdline").read_bytes().decode(errors="replace").split("\0")
     role = role_of(words)
     redis_url = os.environ.get("PAGEMILL_REDIS_URL", "redis://127.0.0.1:6379/0")
+    prefix, queue = os.environ.get("PAGEMILL_KEY_PREFIX", "pm"), os.environ.get("PAGEMILL_QUEUE", "default")
     try:
         if role in ("gateway", "serve"):
             check_http(int(os.environ.get("PAGEMILL_HTTP_PORT", "8000")))
         elif role == "engine":
-            prefix = os.environ.get("PAGEMILL_KEY_PREFIX", "pm")
-            check_engine(redis_url, prefix, os.environ.get("PAGEMILL_QUEUE", "default"))
+            check_engine(redis_url, prefix, queue)
         elif role == "webhooks":
-            check_redis(redis_url)
+            check_webhooks(redis_url, prefix, queue)
     except Exception as error:
         print(f"{role}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -120,6 +120,10 @@ class ShardKeys:
     def hook(self, delivery_id: str) -> str:
         return self._key(f"hook:{delivery_id}")
 
+    def hook_sender(self, host: str) -> str:
+        """There while a sender of webhooks on `host` gets on."""
+        return self._key(f"hook:at:{host}")
+
     @property
     def delayed(self) -> str:
         return self._key("delay")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -32,6 +33,8 @@ from pagemill.ingest.redis import Backoff, Client, is_unavailable
 MAX_AGE_MS = 72 * 3_600_000  # what its receiver's failures still put off then is given up
 MAX_KNOWN = 10_000  # receivers, and tenants, that are remembered
 PUT_OFF_MS = 1000
+BEAT_S = 5.0
+MISSED_MS = 30_000  # without a round, beyond what a round may take, until this sender counts as stuck
 PAGE = 100
 
 _Place = TypeVar("_Place", bound=Hashable)
@@ -57,6 +60,9 @@ class Dispatcher:
         self._tenants: OrderedDict[str, Line] = OrderedDict()
         self._running: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
+        self._alive = self._keys.shards[0].hook_sender(socket.gethostname()[:32])
+        self._alive_ms = MISSED_MS + self._lease_ms + config.webhook_poll_ms
+        self._beat_at = float("-inf")
         self.delivered = 0
 
     def stop(self) -> None:
@@ -123,7 +129,15 @@ class Dispatcher:
                 wait_s = min(wait_s, claimed.next_ms / 1000)
         if settled:
             await scripts.run(self._client, settled)
+        await self._say_alive()
         return wait_s
+
+    async def _say_alive(self) -> None:
+        """Only rounds that have asked for work say so: tries that never end leave no place for one."""
+        now = time.monotonic()
+        if now - self._beat_at >= BEAT_S:
+            await self._client.execute_command("SET", self._alive, "1", "PX", self._alive_ms)
+            self._beat_at = now
 
     def _start(self, delivery: Delivery, claimed: Claimed) -> scripts.Call | None:
         """Start a try; or say what becomes of the delivery instead."""

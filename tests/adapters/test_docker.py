@@ -186,7 +186,8 @@ def test_the_health_check(redis_url: str, valkey: Any, monkeypatch: pytest.Monke
     assert check.role_of(["python", "/opt/pagemill/bin/pagemill", "webhooks"]) == "webhooks"
     assert check.role_of(["bash"]) is None
     url = f"redis://127.0.0.1:{valkey.port}/0"
-    check.check_redis(url)
+    with pytest.raises(RuntimeError, match="no sender"):
+        check.check_webhooks(url, "pm", "default")
     with pytest.raises(RuntimeError, match="no engine"):
         check.check_engine(url, "pm", "default")
     with redis.Redis.from_url(redis_url) as client:

@@ -17,6 +17,7 @@ from aiohttp import web
 from openai import OpenAI
 from standardwebhooks import Webhook, WebhookVerificationError
 
+from pagemill.adapters.webhook import dispatcher as dispatcher_module
 from pagemill.adapters.webhook import endpoint as endpoint_module
 from pagemill.adapters.webhook.endpoint import Endpoint
 from pagemill.adapters.webhook.schedule import next_delay_s, read_retry_after
@@ -25,6 +26,7 @@ from pagemill.adapters.webhook.signing import new_secret, read_secret
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.redis import connect_commands
+from tests.adapters.test_docker import load_healthcheck
 from tests.adapters.webhook_receiver import (
     TAG,
     Receiver,
@@ -222,6 +224,41 @@ def test_several_senders_share_the_work(run: Any, queue_config: QueueConfig, sec
                 await receiver.wait_for(await_all)
             assert len({headers["webhook-id"] for _, headers, _ in receiver.seen}) == len(receiver.seen) == await_all
             assert first.delivered + second.delivered == await_all and min(first.delivered, second.delivered) > 0
+
+    run(scenario())
+
+
+def test_a_sender_says_that_it_gets_on_only_while_it_can_take_work(
+    run: Any, queue_config: QueueConfig, secrets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "BEAT_S", 0.0)
+    check = load_healthcheck()
+
+    released = asyncio.Event()
+
+    async def hang(receiver: Receiver, request: web.Request) -> web.StreamResponse:
+        await released.wait()
+        return web.Response()
+
+    async def scenario() -> None:
+        client = connect_commands(queue_config.redis_url, "test")
+        key = f"{TAG}:hook:at:{socket.gethostname()[:32]}"
+        place = (queue_config.redis_url, "pm", "default")
+        one = settings(webhook_concurrency=1)
+        async with receiving(hang) as receiver, dispatching(queue_config, one, secrets), asyncio.timeout(10):
+            while not await client.exists(key):
+                await asyncio.sleep(0.01)
+            assert 0 < await client.pttl(key) < 120_000
+            await asyncio.to_thread(check.check_webhooks, *place)
+            await put(queue_config, receiver.url)
+            await receiver.wait_for(1)
+            await client.delete(key)  # as if it had expired: its only place is taken by a try that does not end
+            with pytest.raises(RuntimeError, match="no sender"):
+                await asyncio.to_thread(check.check_webhooks, *place)
+            released.set()
+            while not await client.exists(key):
+                await asyncio.sleep(0.01)
+        await client.aclose()
 
     run(scenario())
 
