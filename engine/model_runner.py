@@ -191,12 +191,12 @@ class ModelRunner:
                 f"process may use {max(0, room) / MIB:.0f} MiB more on {self.device}"
             )
 
-    def _layout(self, num_blocks: int) -> KVLayout:
+    def _layout(self, num_blocks: int, num_layers: int | None = None) -> KVLayout:
         spec = self.spec
         try:
             return KVLayout(
                 num_blocks=num_blocks,
-                num_layers=spec.num_layers,
+                num_layers=num_layers or spec.num_layers,
                 block_size=self._config.block_size,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
@@ -216,7 +216,11 @@ class ModelRunner:
         activations = 0
         if config.num_blocks_override is None and config.kv_cache_memory_bytes is None:
             progress(_WARM_UP, 0.5)
-            scheduled, pool = self._step_of(tokens=self.max_num_batched_tokens, rows=config.max_sampled_rows)
+            # All layers on every core would be a tenth of a start.
+            layers = self.spec.typical_layers if self.device == "cpu" else None
+            scheduled, pool = self._step_of(
+                tokens=self.max_num_batched_tokens, rows=config.max_sampled_rows, layers=layers
+            )
             activations = meter.peak(lambda: self._compute(scheduled, pool))
             del scheduled, pool
         progress(_WARM_UP, 1.0)
@@ -260,8 +264,11 @@ class ModelRunner:
         self._pool.move_blocks(moves)
         return (time.perf_counter() - before) / count
 
-    def _step_of(self, *, tokens: int, rows: int) -> tuple[list[ScheduledSequence], KVPool]:
-        """A step of so many tokens and sampled rows, and a pool of its own to run it on, committed already."""
+    def _step_of(
+        self, *, tokens: int, rows: int, layers: int | None = None
+    ) -> tuple[list[ScheduledSequence], KVPool]:
+        """A step of so many tokens and sampled rows, and a pool of its own to run it on, of all layers or of the first,
+        committed already."""
         rows = min(rows, tokens)
         params = SamplingParams(temperature=1.0, top_p=0.9)
         scheduled: list[ScheduledSequence] = []
@@ -274,7 +281,7 @@ class ModelRunner:
             scheduled.append(ScheduledSequence(request, 0, length, list(range(1, needed + 1)), True))
             tokens -= length
             blocks = max(blocks, needed)
-        pool = KVPool(self._layout(blocks + 1), self._ops)
+        pool = KVPool(self._layout(blocks + 1, layers), self._ops)
         pool.commit()
         return scheduled, pool
 

@@ -55,7 +55,7 @@ class Turns:
 class StreamReader:
     """Reads entries as consumer `owner`. `beat` is awaited before the groups are (re)made, hence before any delivery.
     `may_reap()`: whether an old heartbeat of another engine means that it is dead. `on_declined(stream key, entry)`:
-    another engine does not want what it was offered.
+    another engine does not want what it was offered. `on_empty()`: nothing waits, a read is about to wait itself.
 
     A read must never be cancelled: the server would count its entry as delivered and nobody would have it.
     """
@@ -69,6 +69,7 @@ class StreamReader:
         beat: Callable[[], Awaitable[None]],
         may_reap: Callable[[], bool],
         on_declined: Callable[[tuple[str, bytes]], None],
+        on_empty: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shard = shard
@@ -78,6 +79,7 @@ class StreamReader:
         self._beat = beat
         self._may_reap = may_reap
         self._on_declined = on_declined
+        self._on_empty = on_empty
         self._told = shard.told(owner)
         self._clock = clock
         self._blocking = connect_blocking(config.redis_url, owner)
@@ -154,6 +156,7 @@ class StreamReader:
             if entries:
                 self._turns.take()
                 return entries
+        self._on_empty()
         return await self._read_new(self._shard.streams, block_ms=self._config.block_ms)
 
     async def _read_new(self, streams: Sequence[str], block_ms: int | None) -> list[Entry]:

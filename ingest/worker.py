@@ -231,6 +231,7 @@ class Worker:
             self._lease.renew,
             lambda: self._lease.may_reap,
             self._offers.decline,
+            self.ready.set,
         )
         try:
             while await self._wait_for_room():

@@ -54,6 +54,7 @@ class CompiledDecoder(Protocol):
     ) -> torch.Tensor:
         """From embedded tokens x [T, H] to the normed hidden states [R, H] of the tokens `rows`, int64 [R].
 
-        Keys and values are written to the pool, one entry of `kv` for each layer.
+        Keys and values are written to the pool, one entry of `kv` for each layer. With fewer entries only the first
+        layers run, and what comes out is of use to nobody.
         """
         ...

@@ -95,7 +95,7 @@ class LlamaModel:
         widths = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
         residual = x.float()
         x = ops.rms_norm(x, stack.layers[0].input_norm, stack.eps)
-        for index, layer in enumerate(stack.layers):
+        for index, layer in enumerate(stack.layers[: len(kv)]):
             q, k, v = torch.split(ops.linear(x, layer.qkv), widths, dim=-1)
             q, k, v = (part.view(len(part), -1, spec.head_dim) for part in (q, k, v))
             if layer.head_norms:
@@ -103,7 +103,7 @@ class LlamaModel:
             if layer.rotates:
                 ops.rotary_embedding(q, k, meta.positions, stack.cos_sin)
             ops.write_kv(k, v, kv[index], meta.slot_mapping)
-            last = index == spec.num_layers - 1
+            last = index == len(kv) - 1
             if last and not len(rows):
                 return x[:0]
             x = ops.paged_attention(q, kv[index], meta, scale=stack.scale, sliding_window=layer.window)

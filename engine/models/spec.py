@@ -19,7 +19,8 @@ _LONGEST = 1 << 24  # tokens; a table of rotary positions that long is gigabytes
 class ModelSpec:
     """Shape of a model. `max_model_len` (tokens) is the longest prompt + output that is served.
 
-    `sliding_window`: a key is visible iff it is less than so many tokens away; None: all are.
+    `sliding_window`: a key is visible iff it is less than so many tokens away; None: all are. `typical_layers`: a step
+    of only so many layers, the first ones, takes as much memory as one of all; None: nobody knows.
     """
 
     architecture: str
@@ -32,6 +33,7 @@ class ModelSpec:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     sliding_window: int | None = None
+    typical_layers: int | None = None
 
 
 class UnfollowedError(ConfigError):

@@ -249,7 +249,7 @@ class CpuDecoder:
                 self._inner,
                 0,
                 0,
-                len(stack.layers) - 1,
+                len(kv) - 1,
                 first.num_blocks,
                 first.block_size,
                 first.k.stride(0) * x.itemsize,
@@ -273,7 +273,9 @@ class CpuDecoder:
     ) -> None:
         stack = self._stack
         for window, layers in self._runs:
-            at[_FIRST], at[_END] = layers[0], layers[-1] + 1
+            at[_FIRST], at[_END] = layers[0], min(layers[-1] + 1, len(pool))
+            if at[_FIRST] >= len(pool):
+                return
             plan, parts = self._plan(meta, stack.num_heads, kv, window)
             run_layers(
                 board,

@@ -12,6 +12,7 @@ import torch
 from pagemill.kernels.cpu import matmul
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.matmul import PANEL, TASK_WORDS
+from pagemill.kernels.cpu.pack import pack
 from pagemill.kernels.cpu.reuse import ReusedMemory
 from pagemill.kernels.cpu.team import Team
 
@@ -106,7 +107,9 @@ def gather(linear: CpuLinear, token_ids: torch.Tensor, board: int) -> torch.Tens
     return out
 
 
-def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena, *, gated: bool = False) -> CpuLinear:
+def prepare_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena, team: Team, *, gated: bool = False
+) -> CpuLinear:
     """Pack a copy of a weight [N, K], so that the original may go. bfloat16 of odd K is kept as float32.
 
     gated: its halves are gate and up, each of which begins on a panel.
@@ -114,21 +117,22 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena
     features, width = weight.shape
     dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 and width % 2 == 0 else torch.float32
     sections = 2 if gated else 1
-    pack = 2 if dtype == torch.bfloat16 else 1
+    depth = width // 2 if dtype == torch.bfloat16 else width
+    weight = weight.detach().to(dtype)
     section = features // sections
     panels = -(-section // PANEL)
-    words = arena.empty((sections * panels, width // pack, PANEL), np.uint32 if pack == 2 else np.float32)
+    words = arena.empty((sections * panels, depth, PANEL), np.uint32)
     added = np.zeros((sections * panels if bias is not None else 1, PANEL), np.float32)
     for index in range(sections):
         rows = slice(index * section, (index + 1) * section)
-        _pack(weight[rows], words[index * panels : (index + 1) * panels], dtype, pack)
+        pack(weight[rows], words[index * panels : (index + 1) * panels], team)
         if bias is not None:
             flat = added[index * panels : (index + 1) * panels].reshape(-1)
             flat[:section] = bias.detach()[rows].float().numpy()
     record = np.array(
         [
             words.ctypes.data,
-            width // pack,
+            depth,
             section,
             sections,
             added.ctypes.data,
@@ -137,15 +141,3 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena
         np.int64,
     )
     return CpuLinear(words, added, record, width, features, dtype, gated)
-
-
-def _pack(weight: torch.Tensor, words: npt.NDArray[Any], dtype: torch.dtype, pack: int) -> None:
-    """Rows of a weight into panels, zeros behind them."""
-    panels, depth, _ = words.shape
-    packed = torch.from_numpy(words).view(dtype).view(panels, depth, PANEL, pack)
-    whole = len(weight) // PANEL
-    packed[:whole] = weight[: whole * PANEL].reshape(whole, PANEL, depth, pack).transpose(1, 2)
-    if whole < panels:
-        rest = weight[whole * PANEL :]
-        packed[whole].zero_()
-        packed[whole, :, : len(rest)] = rest.reshape(len(rest), depth, pack).transpose(0, 1)

@@ -271,10 +271,10 @@ class CpuOps:
         return out
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
-        return prepare_linear(weight, bias, self._arena)
+        return prepare_linear(weight, bias, self._arena, self._team)
 
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
-        return prepare_linear(weight, bias, self._arena, gated=True)
+        return prepare_linear(weight, bias, self._arena, self._team, gated=True)
 
     def prepare_quantised(
         self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
