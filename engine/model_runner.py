@@ -264,9 +264,7 @@ class ModelRunner:
         self._pool.move_blocks(moves)
         return (time.perf_counter() - before) / count
 
-    def _step_of(
-        self, *, tokens: int, rows: int, layers: int | None = None
-    ) -> tuple[list[ScheduledSequence], KVPool]:
+    def _step_of(self, *, tokens: int, rows: int, layers: int | None = None) -> tuple[list[ScheduledSequence], KVPool]:
         """A step of so many tokens and sampled rows, and a pool of its own to run it on, of all layers or of the first,
         committed already."""
         rows = min(rows, tokens)

@@ -12,10 +12,9 @@ from pagemill.engine.chat import Chat
 from pagemill.engine.chat_template import ChatTemplate
 from pagemill.engine.encoding import encode, encode_inner
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.plain_tokenizer import PLAIN_CLASSES, PlainTokenizer, read_plain
 from pagemill.engine.token_bytes import TokenBytes
 from pagemill.engine.tool_calls import MARKERS, ToolParserName
-
-_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 class Tokenizer:
@@ -48,14 +47,16 @@ class Tokenizer:
     def from_folder(cls, path: str | PathLike[str]) -> Tokenizer:
         """Read the tokenizer of a model folder. Nothing is downloaded. Raises `ConfigError`."""
         try:
-            loaded = _loader(Path(path)).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            loaded = read_plain(Path(path)) or _through_transformers(Path(path))
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"cannot read a tokenizer from {path}: {error}") from error
         return cls(loaded)
 
     @property
     def transformers_tokenizer(self) -> Any:
-        """The tokenizer as transformers made it, for whoever wants to encode or render on their own."""
+        """The tokenizer as transformers makes it, for whoever wants to encode or render on their own."""
+        if isinstance(self._transformers, PlainTokenizer):
+            self._transformers = self._transformers.as_transformers_reads_it()
         return self._transformers
 
     @property
@@ -98,6 +99,10 @@ class Tokenizer:
         return text
 
 
+def _through_transformers(path: Path) -> Any:
+    return _loader(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+
+
 def _loader(path: Path) -> Any:
     """The class that reads this folder. Where the folder says that tokenizer.json is all there is to it, that is what
     transformers would use too after importing the model's configuration, which takes a second."""
@@ -105,7 +110,7 @@ def _loader(path: Path) -> Any:
         config = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}
-    if isinstance(config, dict) and config.get("tokenizer_class") in _PLAIN_CLASSES:
+    if isinstance(config, dict) and config.get("tokenizer_class") in PLAIN_CLASSES:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

@@ -35,8 +35,8 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Compute one step's tokens, int64 [T], writing their keys and values into the pool.
 
-        `kv` has one entry per layer, or fewer for those of `ModelSpec.typical_layers`: only these run. Returns the final hidden state, [R, hidden_size], of the tokens `rows`, int64
-        [R], of the batch: only these go on to `logits`.
+        `kv` has one entry per layer, or `ModelSpec.typical_layers`: then only these run. Returns the final hidden
+        state, [R, hidden_size], of the tokens `rows`, int64 [R], of the batch: only these go on to `logits`.
         """
         ...
 
