@@ -100,6 +100,7 @@ def read_plain(path: Path) -> PlainTokenizer | None:
         return None
     if "added_tokens_decoder" not in config and any((path / name).exists() for name in _MORE_TOKENS):
         return None
+    template: object
     try:
         template = (path / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -120,8 +121,9 @@ def read_plain(path: Path) -> PlainTokenizer | None:
 
 def _content(token: object) -> Any:
     """The text of a special token, which is written as such or as an object; None where it is neither."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    if isinstance(token, dict) and token.get("__type") == "AddedToken":
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def _is_settled(backend: RustTokenizer) -> bool:
