@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import aiohttp
 import psutil
 
 from tests.adapters.deployment import Role
-from tests.adapters.sse_crowd import crowd, percentile, request
+from tests.adapters.sse_crowd import Deaf, crowd, percentile, request
 from tests.chaos.model import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ MUCH = {**PLAIN, "n": 8, "logprobs": 20, "max_tokens": 200}
 
 
 def test_who_reads_nothing_is_cut_and_nobody_else_notices(run: Any, redis_url: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
+    async def scenario(stack: ExitStack) -> None:
         await asyncio.to_thread(make_model, tmp_path)
         command = (sys.executable, "-m", "tests.adapters.crowd_engine", redis_url, str(tmp_path), "40")
         engine = await asyncio.create_subprocess_exec(
@@ -38,7 +39,10 @@ def test_who_reads_nothing_is_cut_and_nobody_else_notices(run: Any, redis_url: s
                 before = process.memory_info().rss
                 asking = asyncio.create_task(ask_health(session, gateway.url))
                 plain, much = (request("/v1/completions", body) for body in (PLAIN, MUCH))
-                seen = await crowd(gateway.port, plain, 36, much=much, deaf=4)
+                # Theirs stay open until they are cut: a client that goes by itself is not one.
+                deaf = [stack.enter_context(closing(Deaf(gateway.port, much))) for _ in range(4)]
+                await asyncio.gather(*(one.start() for one in deaf))
+                seen = await crowd(gateway.port, plain, 36)
                 asking.cancel()
                 assert seen.whole == 36, "whoever reads gets all"
                 assert all(reader.frames > 20 for reader in seen.readers), "a token without text has no frame"
@@ -57,7 +61,8 @@ def test_who_reads_nothing_is_cut_and_nobody_else_notices(run: Any, redis_url: s
             engine.terminate()
             await engine.wait()
 
-    run(scenario())
+    with ExitStack() as stack:
+        run(scenario(stack))
 
 
 async def ask_health(session: aiohttp.ClientSession, url: str) -> list[float]:
