@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any, Literal
 
 import httpx2
@@ -12,7 +13,10 @@ import pytest
 from pydantic import BaseModel
 
 from pagemill.engine.async_engine import AsyncEngine
-from tests.adapters.http_gateway import ENDLESS, GREEDY, HI, Web
+from pagemill.ingest.client import AsyncClient
+from pagemill.ingest.config import QueueConfig
+from tests.adapters.http_gateway import ENDLESS, GREEDY, HI, Web, gateway
+from tests.contract.conftest import serving
 
 MODEL = "smollm2-135m"
 ASKED: dict[str, Any] = {"model": MODEL, "messages": HI, **GREEDY}
@@ -90,6 +94,48 @@ def test_a_client_waits_as_long_as_it_is_told_and_asks_again(tried: Any, engine:
             assert seen[0] == 429 and seen[-1] == 200
 
     tried(scenario, http_tenant_requests=1)
+
+
+@pytest.mark.parametrize("reason", ["queue_full", "no_engine"])
+def test_a_client_comes_back_when_the_queue_takes_it(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """Refused once with 503; while the client waits, as long as it was told, there comes to be room, or an engine."""
+    if reason == "queue_full":
+        config = queue_config.replace(max_queued_requests=1)
+    else:
+        config = queue_config.replace(refuse_without_engine=True)
+
+    async def scenario() -> None:
+        refused: list[httpx2.Response] = []
+        waited: list[float] = []
+
+        async def watch(answer: httpx2.Response) -> None:
+            refused.extend([answer] if answer.status_code == 503 else [])
+
+        async with contextlib.AsyncExitStack() as stack:
+            queue = await stack.enter_async_context(AsyncClient(config))
+            first = await queue.submit("x", max_tokens=1) if reason == "queue_full" else None
+
+            async def wait(seconds: float) -> None:
+                waited.append(seconds)
+                if first is not None:
+                    await first.cancel()
+                await stack.enter_async_context(serving(engine, config))
+
+            monkeypatch.setattr(openai._base_client.anyio, "sleep", wait)
+            web = await stack.enter_async_context(gateway(config))
+            http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [watch]})
+            client = await stack.enter_async_context(web.openai(max_retries=2, http_client=http))
+            answer = await client.chat.completions.create(**ASKED)
+            monkeypatch.undo()
+            assert answer.choices[0].message.content
+        (only,) = refused
+        assert orjson.loads(only.content)["error"]["code"] == reason
+        assert only.headers["x-should-retry"] == "true"
+        assert waited == [int(only.headers["retry-after-ms"]) / 1000]
+
+    play(scenario())
 
 
 def test_a_client_that_gives_up_ends_its_generation(tried: Any, engine: AsyncEngine) -> None:
