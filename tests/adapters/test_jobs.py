@@ -186,17 +186,17 @@ def test_celery(tasks: Any, url: str, story: str, tmp_path: Path) -> None:
             tasks.celery_too_large.delay().get(timeout=30)
 
 
-@pytest.mark.parametrize("pool", ["threads", "gevent"])
+@pytest.mark.parametrize("pool", ["threads", "gevent", "eventlet"])
 def test_celery_pools_of_one_process(tasks: Any, url: str, story: str, tmp_path: Path, pool: str) -> None:
-    if pool == "gevent":
-        pytest.importorskip("gevent")
+    if pool != "threads":
+        pytest.importorskip(pool)
     before = submitted(url)
     with working(url, tmp_path, *celery_worker("-P", pool, "-c", "4")):
         asked = [tasks.celery_where.delay() for _ in range(4)]
         told = [item.get(timeout=60) for item in asked]
         assert {text for text, _ in told} == {story} and len({pid for _, pid in told}) == 1
         assert submitted(url) == before + 4
-        if pool == "gevent":  # threads cannot be terminated
+        if pool != "threads":  # threads cannot be terminated
             revoked = tasks.celery_long.delay()
             name = request_id(celery_task.key_of(revoked.id))
             until(lambda: (found := record(tasks.client, name)) is not None and found.state == "running")
