@@ -103,6 +103,13 @@ COMPARE := --peer transformers --requests 8
 bench-compare: $(STAMP)  ## this engine and transformers in turns, with ratios (COMPARE="--peer ... --workload ...")
 	PYTHONPATH=. $(PY) -m bench.compare $(COMPARE)
 
+.PHONY: bench-settings bench-neighbour
+bench-settings: $(STAMP)  ## what each setting is worth, as a ratio to the defaults (SETTINGS="threads block_size"; minutes)
+	PYTHONPATH=. $(PY) -m bench.settings $(SETTINGS)
+
+bench-neighbour: $(STAMP)  ## the engine beside a process that keeps one core busy, with and without its watchdog
+	PYTHONPATH=. $(PY) -m bench.neighbour
+
 .PHONY: bench-agreement
 bench-agreement: $(STAMP)  ## tokens of the bfloat16 path that float32 would write too (WORKLOADS="FILE.jsonl...")
 	PYTHONPATH=. $(PY) -m bench.agreement $(WORKLOADS)
