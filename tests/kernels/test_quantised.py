@@ -45,7 +45,7 @@ def invented(
 def test_products_and_rows_are_those_of_the_dequantised_weight(
     cpu: CpuOps, bits: int, has_minimum: bool, dtype: type[np.floating], group: int, activations: torch.dtype
 ) -> None:
-    for features, width, rows in [(144, 64, 3), (100, 192, 13), (5, 32, 1), (1000, 96, 16)]:
+    for features, width, rows in [(144, 64, 3), (100, 192, 13), (5, 32, 1), (1000, 96, 16), (100, 64, 45)]:
         weight = invented(bits, has_minimum, dtype, group, features, width)
         values = torch.from_numpy(weight.dequantise())
         bias = torch.randn(features).to(activations) if rows != 3 else None
@@ -62,6 +62,18 @@ def test_products_and_rows_are_those_of_the_dequantised_weight(
             )
         ids = torch.tensor([features - 1, 0, features // 2, 0])
         assert torch.equal(cpu.embedding(ids, prepared), values[ids].to(activations))
+
+
+@pytest.mark.parametrize(("bits", "has_minimum"), [(4, True), (8, False)])
+def test_gated_products_of_many_rows_have_the_bits_of_single_ones(cpu: CpuOps, bits: int, has_minimum: bool) -> None:
+    weight = invented(bits, has_minimum, np.float16, 32, 192, 64)
+    prepared = cpu.prepare_quantised(weight, None, torch.bfloat16, gated=True)
+    x = torch.randn(61, 64).bfloat16()
+    actual = cpu.gated_linear(x, prepared)
+    both = x.double() @ torch.from_numpy(weight.dequantise()).double().T
+    assert distance(actual, torch.nn.functional.silu(both[:, :96]) * both[:, 96:]) < TOLERANCE[torch.bfloat16]
+    for row in range(61):
+        assert torch.equal(cpu.gated_linear(x[row : row + 1], prepared), actual[row : row + 1])
 
 
 def test_products_of_other_shapes_and_rows_that_are_not_there(cpu: CpuOps) -> None:

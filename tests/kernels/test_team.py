@@ -171,3 +171,32 @@ def test_a_user_may_fork_a_process_with_an_engine_in_it(tmp_path: Path) -> None:
         assert child.exitcode == 0
         assert results.get() == expected
     assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == expected
+
+
+def _engine_of_its_own(folder: Path, params: Any, results: Any) -> None:
+    from pagemill.engine.llm import LLM
+
+    llm = LLM(str(folder), dtype="float32", threads=2, skip_tokenizer_init=True, num_blocks_override=16)
+    results.put(llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids)
+
+
+def test_workers_that_were_forked_off_a_running_engine_make_engines_of_their_own(tmp_path: Path) -> None:
+    """As a server that forks its workers does (prefork), with an engine at work in the master all the time."""
+    from pagemill.engine.blank_model import write_blank_llama
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.sampling_params import SamplingParams
+
+    write_blank_llama(tmp_path)
+    params = SamplingParams(seed=1, max_tokens=12, ignore_eos=True)
+    llm = LLM(str(tmp_path), dtype="float32", threads=2, skip_tokenizer_init=True, num_blocks_override=16)
+    expected = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    workers = [context.Process(target=_engine_of_its_own, args=(tmp_path, params, results)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == expected
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+        assert results.get() == expected
