@@ -83,6 +83,10 @@ bench-queue: $(STAMP)  ## what the queue costs: throughput, latency, a flush, tw
 bench-attention: $(STAMP)  ## cost of one layer's attention on the CPU, by shape of the step
 	$(PY) bench/attention_cost.py
 
+.PHONY: bench-start
+bench-start: $(STAMP)  ## how long a start takes, by phase, and commands that need no engine
+	PYTHONPATH=. $(PY) -m bench.start_time
+
 .PHONY: bench-gateway
 bench-gateway: $(STAMP)  ## 200 streaming clients of one gateway, of whom 20 stop reading
 	PYTHONPATH=. $(PY) -m bench.gateway_load

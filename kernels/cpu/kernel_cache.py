@@ -12,7 +12,8 @@ that leads to the other's machine code. So here:
 * Kernels are read from every folder that can be trusted, writable or not, and written to the first that can be written.
   Where none can, or the disk is full, nothing is kept, and that is said once.
 
-What lies there is executed, so a folder is trusted only where nobody but this user and root can have put it there.
+What lies there is executed, so a folder is trusted only where nobody but this user and root can have put it there: by
+its owner, and by who may write it, be it everybody or a group with others in it.
 """
 
 from __future__ import annotations
@@ -201,8 +202,28 @@ def _trusted(folder: Path) -> bool:
         return False
     if not hasattr(os, "getuid"):
         return True
-    owners = (os.getuid(), 0)
-    return all(state.st_uid in owners and not state.st_mode & stat.S_IWOTH for state in states)
+    return all(state.st_uid in (os.getuid(), 0) and not _may_be_written_by_others(state) for state in states)
+
+
+def _may_be_written_by_others(state: os.stat_result) -> bool:
+    """Whether the mode lets anybody write but the owner and root."""
+    by_group = state.st_mode & stat.S_IWGRP and not _is_own_group(state.st_gid, state.st_uid)
+    return bool(by_group or state.st_mode & stat.S_IWOTH)
+
+
+def _is_own_group(group: int, user: int) -> bool:
+    """Whether nobody but this user and root is in a group: many systems give every user one of the same name, and a
+    umask that lets it write. Root's own group is nobody's on a usual system, and in a container it is the user's."""
+    import grp
+    import pwd
+
+    if group == 0:
+        return True
+    try:
+        entry, name = grp.getgrgid(group), pwd.getpwuid(user).pw_name
+    except KeyError:  # a user or a group that the system has no name for, as in containers
+        return group == user
+    return entry.gr_name == name and set(entry.gr_mem) <= {name, "root"}
 
 
 def _writable(folder: Path) -> bool:

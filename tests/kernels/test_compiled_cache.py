@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import grp
 import json
 import os
+import pwd
 import resource
 import shutil
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -107,6 +110,49 @@ def test_a_folder_that_others_can_write_is_not_trusted(tmp_path: Path, temporary
     cache = KernelCache(str(root))
     assert cache.folder is not None
     assert root not in cache.folder.parents
+
+
+@pytest.mark.parametrize(
+    ("group", "names", "members", "trusted"),
+    [
+        (0, {}, [], True),
+        (777, {}, [], True),
+        (100, {}, [], False),
+        (777, {777: "users"}, [], False),
+        (100, {100: "anna"}, [], True),
+        (100, {100: "anna"}, ["anna", "root"], True),
+        (100, {100: "anna"}, ["anna", "berta"], False),
+    ],
+)
+def test_a_folder_that_a_group_with_others_can_write_is_not_trusted(
+    group: int,
+    names: dict[int, str],
+    members: list[str],
+    trusted: bool,
+    tmp_path: Path,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = tmp_path / "shared"
+    (root / "numba").mkdir(parents=True)
+    (root / "numba").chmod(0o775)
+    real = Path.stat
+
+    def as_of(path: Path, **options: Any) -> os.stat_result:
+        fields = list(real(path, **options))
+        return os.stat_result([*fields[:4], 777, group if path.name == "numba" else 777, *fields[6:]])
+
+    def user(number: int) -> Any:
+        assert number == 777
+        if not names:
+            raise KeyError(number)
+        return SimpleNamespace(pw_name="anna")
+
+    monkeypatch.setattr(Path, "stat", as_of)
+    monkeypatch.setattr(os, "getuid", lambda: 777)
+    monkeypatch.setattr(pwd, "getpwuid", user)
+    monkeypatch.setattr(grp, "getgrgid", lambda number: SimpleNamespace(gr_name=names[number], gr_mem=members))
+    assert any(root in folder.parents for folder in KernelCache(str(root)).readable) is trusted
 
 
 def test_a_folder_of_root_is_read_and_one_of_another_user_is_not(
