@@ -1,4 +1,4 @@
-"""Memory for weights, in huge pages.
+"""Memory for weights and activations, in huge pages.
 
 A layer's weights are a few MiB, for which neither the C library nor NumPy asks for huge pages. In pages of 4 KiB the
 processor's own prefetching stops at every page: measured with one row, 26 GB/s instead of 42.
@@ -28,14 +28,14 @@ class Arena:
         """An array at the start of a cache line, its content whatever was there."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         if self._used + size > len(self._chunk):
-            self._chunk = _chunk(max(_CHUNK, size))
+            self._chunk = huge_pages(max(_CHUNK, size))
             self._used = 0
         array: npt.NDArray[Any] = self._chunk[self._used : self._used + size].view(dtype).reshape(shape)
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return array
 
 
-def _chunk(size: int) -> npt.NDArray[np.uint8]:
+def huge_pages(size: int) -> npt.NDArray[np.uint8]:
     """So many bytes from the start of a huge page on. Memory is committed as it is first written."""
     raw = np.empty(size + _HUGE_PAGE, np.uint8)  # of this size NumPy asks for huge pages
     start = -raw.ctypes.data % _HUGE_PAGE

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagemill.kernels.cpu.attention_tiles import SPAN, at, load, store
-from pagemill.kernels.cpu.isa import LANES, MULTIPLIES_PAIRS, call, to_bfloat
+from pagemill.kernels.cpu.isa import LANES, MULTIPLIES_PAIRS, WIDE_REGISTERS, call, scale_by_power, to_bfloat
 from pagemill.kernels.cpu.simd import splat
 
 _I16 = ir.IntType(16)
@@ -48,7 +48,7 @@ _SHORT_POWER = (0.6931241933916187, 0.24024098612932748, 0.05590642474190019, 0.
 
 # Adding it to a float32 below 2^22 rounds to an integer, which stands in the low bits then.
 _ROUNDING = 12582912.0
-_SMALLEST = -127.0  # 2^-127 comes out as 0, as all below must
+_SMALLEST = -256.0 if WIDE_REGISTERS else -127.0  # a power that comes out as 0, as all below must
 
 
 def _constant(value: float) -> Any:
@@ -60,19 +60,26 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _exp2(builder: Any, x: Any, coefficients: tuple[float, ...]) -> Any:
-    """2^x of <16 x float> x <= 0; 0 below -127, and NaN of NaN."""
+    """2^x of <16 x float> x <= 0; 0 far below -127, and NaN of NaN."""
     smallest = _constant(_SMALLEST)
     # The comparison is false for NaN, which so survives.
     clamped = builder.select(builder.fcmp_ordered("<", x, smallest), smallest, x)
+    if WIDE_REGISTERS:
+        whole = call(builder, f"llvm.roundeven.v{LANES}f32", _VF32, [clamped])
+        return scale_by_power(builder, _power(builder, builder.fsub(clamped, whole), coefficients), whole)
     shifted = builder.fadd(clamped, _constant(_ROUNDING))
     rest = builder.fsub(clamped, builder.fsub(shifted, _constant(_ROUNDING)))
+    exponent = builder.shl(builder.bitcast(shifted, _VI32), ir.Constant(_VI32, [23] * LANES))
+    poly = _power(builder, rest, coefficients)
+    power = builder.bitcast(builder.add(builder.bitcast(poly, _VI32), exponent), _VF32)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, power)
+
+
+def _power(builder: Any, rest: Any, coefficients: tuple[float, ...]) -> Any:
     poly = _constant(coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         poly = _fma(builder, poly, rest, _constant(coefficient))
-    poly = _fma(builder, poly, rest, _constant(1.0))
-    exponent = builder.shl(builder.bitcast(shifted, _VI32), ir.Constant(_VI32, [23] * LANES))
-    power = builder.bitcast(builder.add(builder.bitcast(poly, _VI32), exponent), _VF32)
-    return builder.select(builder.fcmp_unordered("uno", x, x), x, power)
+    return _fma(builder, poly, rest, _constant(1.0))
 
 
 def _take_larger(builder: Any, best: Any, value: Any) -> Any:
@@ -99,35 +106,26 @@ def _shift(builder: Any, value: Any, bits: int) -> Any:
     return builder.shl(value, ir.Constant(_I64, bits))
 
 
-@intrinsic
-def softmax_row(typingctx: Any, scores: Any, begin: Any, end: Any, upto: Any, part: Any, like: Any) -> Any:
-    """Turn a row's scores into weights, in place, and note (m, l) at `part`, two float32. Memory by address.
+def _vectors(builder: Any, begin: Any, end: Any) -> tuple[Any, Any]:
+    """The first vector of 16 with any of the tokens begin <= token < end, and the one behind the last."""
+    four = ir.Constant(_I64, 4)
+    return builder.lshr(begin, four), builder.lshr(builder.add(end, ir.Constant(_I64, 15)), four)
 
-    What the row sees is begin <= token < end; weights of the other tokens below `upto`, rounded up to 16, are 0. They
-    are bfloat16, half as long as the scores, where the processor multiplies these; the sum l is of the unrounded ones.
+
+@intrinsic
+def largest_score(typingctx: Any, scores: Any, begin: Any, end: Any, part: Any) -> Any:
+    """Note the largest of a row's scores that it sees, begin <= token < end, at `part`, float32; both by address.
+
+    The other scores of the vectors at both ends become -inf.
     """
-    packed = like == types.uint16
-    narrow = packed and MULTIPLIES_PAIRS
-    coefficients = _SHORT_POWER if packed else _POWER
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        row, low, high, limit, target, _ = args
-        fifteen, four, one = (ir.Constant(_I64, value) for value in (15, 4, 1))
-        first = builder.lshr(low, four)
-        last = builder.lshr(builder.add(high, fifteen), four)
-        filled = builder.lshr(builder.add(limit, fifteen), four)
-        size = 2 if narrow else 4
-        empty = ir.Constant(ir.VectorType(_I16 if narrow else _I32, LANES), [0] * LANES)
-
-        def clear(start: Any, stop: Any) -> None:
-            with cgutils.for_range(builder, builder.sub(stop, start)) as loop:
-                index = builder.mul(builder.add(start, loop.index), ir.Constant(_I64, size * LANES))
-                store(builder, empty, at(builder, row, index))
-
+        row, low, high, target = args
+        first, last = _vectors(builder, low, high)
         best = cgutils.alloca_once_value(builder, _LOWEST)
-        total = cgutils.alloca_once_value(builder, _ZEROS)
+        builder.store(_LOWEST, best)
         with builder.if_then(builder.icmp_signed("<", low, high)):
-            for edge in (first, builder.sub(last, one)):
+            for edge in (first, builder.sub(last, ir.Constant(_I64, 1))):
                 place = at(builder, row, _shift(builder, edge, 6))
                 start = splat(builder, builder.trunc(_shift(builder, edge, 4), _I32))
                 token = builder.add(start, ir.Constant(_VI32, list(range(LANES))))
@@ -136,27 +134,55 @@ def softmax_row(typingctx: Any, scores: Any, begin: Any, end: Any, upto: Any, pa
                     builder.icmp_signed("<", token, splat(builder, builder.trunc(high, _I32))),
                 )
                 store(builder, builder.select(seen, load(builder, place, _VF32), _LOWEST), place)
-            vectors = builder.sub(last, first)
-            with cgutils.for_range(builder, vectors) as loop:
+            with cgutils.for_range(builder, builder.sub(last, first)) as loop:
                 place = at(builder, row, _shift(builder, builder.add(first, loop.index), 6))
                 builder.store(_take_larger(builder, builder.load(best), load(builder, place, _VF32)), best)
-            largest = _across(builder, builder.load(best), lambda a, b: _take_larger(builder, a, b))
-            builder.store(largest, best)
-            reference = _reference(builder, largest)
-            with cgutils.for_range(builder, vectors) as loop:
-                index = builder.add(first, loop.index)
-                score = load(builder, at(builder, row, _shift(builder, index, 6)), _VF32)
-                weight = _exp2(builder, builder.fsub(score, reference), coefficients)
-                builder.store(builder.fadd(builder.load(total), weight), total)
-                place = at(builder, row, builder.mul(index, ir.Constant(_I64, size * LANES)))
-                store(builder, to_bfloat(builder, weight) if narrow else weight, place)
+        largest = _across(builder, builder.load(best), lambda a, b: _take_larger(builder, a, b))
+        store(builder, builder.extract_element(largest, ir.Constant(_I32, 0)), target)
+        return context.get_dummy_value()
+
+    return types.void(scores, begin, end, part), codegen
+
+
+@intrinsic
+def weigh_row(typingctx: Any, scores: Any, begin: Any, end: Any, upto: Any, part: Any, like: Any) -> Any:
+    """Turn a row's scores into weights, in place, and note their sum l behind m at `part`. Memory by address.
+
+    `largest_score` has been there. Weights of the other tokens below `upto`, rounded up to 16, are 0. They
+    are bfloat16, half as long as the scores, where the processor multiplies these; the sum l is of the unrounded ones.
+    """
+    packed = like == types.uint16
+    narrow = packed and MULTIPLIES_PAIRS
+    coefficients = _SHORT_POWER if packed else _POWER
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        row, low, high, limit, target, _ = args
+        first, last = _vectors(builder, low, high)
+        filled = _vectors(builder, low, limit)[1]
+        size = 2 if narrow else 4
+        empty = ir.Constant(ir.VectorType(_I16 if narrow else _I32, LANES), [0] * LANES)
+
+        def clear(start: Any, stop: Any) -> None:
+            with cgutils.for_range(builder, builder.sub(stop, start)) as loop:
+                index = builder.mul(builder.add(start, loop.index), ir.Constant(_I64, size * LANES))
+                store(builder, empty, at(builder, row, index))
+
+        total = cgutils.alloca_once_value(builder, _ZEROS)
+        builder.store(_ZEROS, total)
+        reference = _reference(builder, splat(builder, load(builder, target, _F32)))
+        sees = builder.icmp_signed("<", low, high)
+        with builder.if_then(sees), cgutils.for_range(builder, builder.sub(last, first)) as loop:
+            index = builder.add(first, loop.index)
+            score = load(builder, at(builder, row, _shift(builder, index, 6)), _VF32)
+            weight = _exp2(builder, builder.fsub(score, reference), coefficients)
+            builder.store(builder.fadd(builder.load(total), weight), total)
+            place = at(builder, row, builder.mul(index, ir.Constant(_I64, size * LANES)))
+            store(builder, to_bfloat(builder, weight) if narrow else weight, place)
         # Only now: short weights lie over the scores of other tokens.
         clear(ir.Constant(_I64, 0), first)
         clear(last, filled)
-        zero = ir.Constant(_I32, 0)
         whole = _across(builder, builder.load(total), lambda a, b: builder.fadd(a, b))
-        store(builder, builder.extract_element(builder.load(best), zero), target)
-        store(builder, builder.extract_element(whole, zero), at(builder, target, 4))
+        store(builder, builder.extract_element(whole, ir.Constant(_I32, 0)), at(builder, target, 4))
         return context.get_dummy_value()
 
     return types.void(scores, begin, end, upto, part, like), codegen

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pagemill.kernels.cpu.attention_rows import finish_row, join_row, softmax_row
+from pagemill.kernels.cpu.attention_rows import finish_row, join_row, largest_score, weigh_row
 from pagemill.kernels.cpu.attention_tiles import (
     SCORE_VECTORS,
     SPAN,
@@ -162,10 +162,13 @@ def weigh_rows(
 ) -> None:
     """Weights of the rows of one head from their scores."""
     stand_alone()
+    # The maxima of all rows first: one alone is a chain of instructions that wait for each other.
     for row in range(rows):
-        position = token_rows[tokens[first_entry + (first_row + row) // group], ROW_POSITION]
-        begin, end = seen(position, segment, window)
-        softmax_row(scores + row * SCORE_BYTES, begin, end, upto, parts + 8 * row, like)
+        begin, end = seen(token_rows[tokens[first_entry + (first_row + row) // group], ROW_POSITION], segment, window)
+        largest_score(scores + row * SCORE_BYTES, begin, end, parts + 8 * row)
+    for row in range(rows):
+        begin, end = seen(token_rows[tokens[first_entry + (first_row + row) // group], ROW_POSITION], segment, window)
+        weigh_row(scores + row * SCORE_BYTES, begin, end, upto, parts + 8 * row, like)
 
 
 @exact_helper

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pagemill.kernels.cpu import elementwise
+from pagemill.kernels.cpu.arena import huge_pages
 from pagemill.kernels.cpu.attention import attention
 from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.matmul import (
@@ -42,6 +43,9 @@ from pagemill.kernels.metadata import AttentionMetadata
 
 PARALLEL_ELEMENTS = 16384
 """Elements below which a second thread costs more to start than it saves."""
+
+_LINE = 64  # bytes of a cache line
+_APART = 5 * _LINE  # rows of several buffers that are used together shall not compete for the same lines of a cache
 
 _INPUT_NORM, _POST_NORM, _NEXT_NORM, _QUERY_NORM, _KEY_NORM, _ROTATES = range(6)
 _QKV, _OUTPUT, _GATE_UP, _DOWN = range(6, 14, 2)  # the record of a linear, and its worker behind
@@ -225,7 +229,8 @@ class CpuDecoder:
             for window, run in itertools.groupby(enumerate(stack.layers), key=lambda pair: pair[1].window)
         ]
         self._rows = 0
-        self._scratch: list[npt.NDArray[np.uint8]] = []
+        self._scratch: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._starts: list[int] = []
 
     def forward(
         self, x: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
@@ -311,9 +316,11 @@ class CpuDecoder:
                 size * attended,
                 4 * self._hidden,
             )
-            self._scratch = [np.empty(tokens * width, np.uint8) for width in widths]
+            starts = np.cumsum([0, *(-(-tokens * width // _LINE) * _LINE + _APART for width in widths)])
+            self._scratch = huge_pages(int(starts[-1]))
+            self._starts = starts[:-1].tolist()
             self._rows = tokens
-        return [part.ctypes.data for part in self._scratch]
+        return [self._scratch.ctypes.data + start for start in self._starts]
 
 
 def attention_work(meta: AttentionMetadata, plan: AttentionPlan, kv: LayerKV) -> int:

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from pagemill.kernels.cpu.jit import exact_helper, helper, kernel
+from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.norm import norm_row, norm_sum_row
-from pagemill.kernels.cpu.simd import exp32, narrow, widen
+from pagemill.kernels.cpu.rotation import rotate
+from pagemill.kernels.cpu.simd import exp32, fetch_to_write, narrow, widen
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.cpu.views import matrix, vector
 
@@ -83,20 +84,6 @@ def silu_and_mul(board: int, gate_up: int, out: int, rows: int, size: int, like:
     run(board, _PARTS, _silu_and_mul_rows, (matrix(gate_up, rows, 2 * size, like), matrix(out, rows, size, like)))
 
 
-@exact_helper
-def _rotate(heads: Any, start: int, count: int, cos_sin: Any, position: int) -> None:
-    half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin[position, :half], cos_sin[position, half:]
-    for head in range(count):
-        # Slices, because LLVM vectorises a loop only where it sees that no index counts from the end.
-        base = start + head * 2 * half
-        left, right = heads[base : base + half], heads[base + half : base + 2 * half]
-        for i in range(half):
-            first, second = widen(left[i]), widen(right[i])
-            left[i] = narrow(first * cos[i] - second * sin[i], left[i])
-            right[i] = narrow(second * cos[i] + first * sin[i], right[i])
-
-
 @helper
 def _rotary_rows(
     part: int,
@@ -112,8 +99,8 @@ def _rotary_rows(
 ) -> None:
     rows = positions.shape[0]
     for row in range(rows * part // parts, rows * (part + 1) // parts):
-        _rotate(query, row * query_stride, query_heads, cos_sin, positions[row])
-        _rotate(key, row * key_stride, key_heads, cos_sin, positions[row])
+        rotate(query, row * query_stride, query_heads, cos_sin, positions[row])
+        rotate(key, row * key_stride, key_heads, cos_sin, positions[row])
 
 
 @kernel
@@ -166,6 +153,15 @@ def store_kv(
         target = vector(v + block + 4 * (head * block_size + offset) * words, words, _WORD)
         for word in range(words):
             target[word] = source[word]
+
+
+@helper
+def fetch_keys(slot: int, heads: int, words: int, k: int, block_bytes: int, block_size: int, num_blocks: int) -> None:
+    """Ask for the cache lines that a token's key will be scattered to; in a decode nothing else is written to them."""
+    if 0 <= slot < num_blocks * block_size:
+        place = k + slot // block_size * block_bytes + 4 * (slot % block_size)
+        for word in range(heads * words):
+            fetch_to_write(place + 4 * word * block_size)
 
 
 @helper
@@ -241,15 +237,18 @@ def _place_rows(
 ) -> None:
     rows, stride = slots.shape[0], (heads + 2 * kv_heads) * dim
     words = dim * qkv.itemsize // 4
-    for row in range(rows * part // parts, rows * (part + 1) // parts):
+    last = rows * (part + 1) // parts
+    for row in range(rows * part // parts, last):
         start = row * stride
         if norms:
             for head in range(heads + kv_heads):
                 each = qkv[start + head * dim : start + (head + 1) * dim]
                 norm_row(each, query_norm if head < heads else key_norm, eps, each)
         if rotates:
-            _rotate(qkv, start, heads + kv_heads, cos_sin, positions[row])
+            rotate(qkv, start, heads + kv_heads, cos_sin, positions[row])
         slot = slots[row]
+        if row + 1 < last and slots[row + 1] // block_size != slot // block_size:
+            fetch_keys(slots[row + 1], kv_heads, words, k, block_bytes, block_size, num_blocks)
         if 0 <= slot < num_blocks * block_size:
             key = address + (start + heads * dim) * qkv.itemsize
             store_kv(key, key + 4 * kv_heads * words, kv_heads, words, slot, k, v, block_bytes, block_size)

@@ -74,3 +74,11 @@ def to_bfloat(builder: Any, values: Any) -> Any:
     quiet = builder.or_(bits, constant(0x400000))
     kept = builder.select(builder.fcmp_unordered("uno", values, values), quiet, rounded)
     return builder.trunc(builder.lshr(kept, constant(16)), _HALF_BITS)
+
+
+def scale_by_power(builder: Any, values: Any, exponents: Any) -> Any:
+    """values * 2^exponents of <16 x float>, 0 where that is too small, NaN where either is; only with
+    WIDE_REGISTERS. The exponents are whole numbers."""
+    mask, nearest = ir.Constant(ir.IntType(LANES), 2**LANES - 1), ir.Constant(_I32, 4)
+    operands = [values, exponents, values, mask, nearest]
+    return call(builder, f"llvm.x86.avx512.mask.scalef.ps.{32 * LANES}", _VF32, operands)

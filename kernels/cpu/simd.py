@@ -328,3 +328,17 @@ def next_item(typingctx: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def fetch_to_write(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, to be written."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+        builder.call(function, [pointer, *(ir.Constant(_I32, value) for value in (1, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
