@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from pagemill.engine.errors import RequestError
 from pagemill.ingest import dead_letters, scripts
@@ -202,8 +202,13 @@ async def read_body(client: Client, entry: Entry, request_id: str, max_bytes: in
     if body is not None:
         return body
     key = entry.shard.blob(request_id)
-    check_size(await client.strlen(key), max_bytes)
-    blob: Any = await client.get(key)
+    try:
+        check_size(await client.strlen(key), max_bytes)
+        blob: Any = await client.get(key)
+    except ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        raise RequestError("request_lost", "the blob's key holds something else", param="body") from error
     if blob is None:
         raise RequestError("request_lost", "the blob with the request's body is not there", param="body")
     return bytes(blob)

@@ -70,8 +70,8 @@ class Lease:
 
     @property
     def may_reap(self) -> bool:
-        """Whether an old heartbeat of another engine means that it is dead. Not after Redis was away: then those of the
-        living are old too, and they need time to renew them."""
+        """Whether an old heartbeat of another engine means that it is dead. Not after Redis was away or its clock was
+        set: then those of the living are old too, and they need time to renew them."""
         return time.monotonic() >= self._reap_from
 
     @property
@@ -101,10 +101,14 @@ class Lease:
         description = orjson.dumps(self._description())
         names = [] if self._held is None else self._held.names()
         calls = [scripts.renew(shard, self._owner, description, names) for shard in self._keys.shards]
+        in_time = self.is_fresh
         for reply in await scripts.run(self._client, calls):
             if isinstance(reply, BaseException):
                 raise reply
-        if self.was_renewed and not self.is_fresh:
+            now, before = reply
+            # By the server's clock too, which may have been set, or have gone on while this machine slept.
+            in_time &= before != b"" and 0 <= now - float(before) <= self._config.heartbeat_timeout_s * 500
+        if self.was_renewed and not in_time:
             self._reap_from = started + self._config.heartbeat_timeout_s
         self._is_late = False
         self._renewed_at = started

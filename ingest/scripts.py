@@ -328,7 +328,8 @@ def release(shard: ShardKeys, request_id: str, owner: str, attempt: int) -> Call
 
 
 def renew(shard: ShardKeys, owner: str, description: bytes, beginnings: Sequence[str] = ()) -> Call:
-    """Renew an engine's lease; replies the server's time in ms. `beginnings`: names of those that it has computed."""
+    """Renew an engine's lease; replies [server ms, that of the heartbeat before or b""]. `beginnings`: names of those
+    that it has computed."""
     keys = (shard.heartbeats, shard.engines, shard.warm(owner), shard.told(owner))
     return Call("renew", keys, (owner, description, *beginnings))
 
@@ -354,8 +355,8 @@ def reap(
     old_beats_count: bool = True,
     ending_only: bool = False,
 ) -> Call:
-    """Take over entries of engines without a fresh heartbeat, and delayed ones that are due, `count` at most. Replies
-    [[stream, entry id, fields], ...].
+    """Take over entries of engines without a fresh heartbeat (if `owner` has one itself), and delayed ones that are
+    due, `count` at most. Replies [[stream, entry id, fields], ...].
 
     `retry_delay_ms`: how long what may have ended its engine waits for its first retry. `old_beats_count`: whether a
     heartbeat that is old means death, or only one that is away. `ending_only`: only what is cancelled or past its

@@ -1,5 +1,5 @@
--- Takes over entries whose consumer has no fresh heartbeat, and delayed ones that are due; removes dead consumers that
--- hold nothing any more. What may have ended its engine is first put aside for a while.
+-- Takes over entries whose consumer has no fresh heartbeat (old, or of a time that the clock has not reached), and
+-- delayed ones that are due; removes dead consumers that hold nothing any more. What may have ended its engine is first put aside for a while.
 -- KEYS 1 heartbeats, 2 delayed entries, 3... input streams by priority
 -- ARGV 1 group, 2 owner, 3 heartbeat timeout ms, 4 entries at most, 5 key base, 6 first retry's delay ms,
 --      7 "1": old heartbeats count (else only consumers without one: those have left),
@@ -68,6 +68,13 @@ if left > 0 and not ending_only then
   end
 end
 
+-- Whoever has no heartbeat itself that is fresh by this clock cannot tell by it who is dead: it was asleep, the clock was
+-- set, or somebody has deleted the list.
+local timeout = tonumber(ARGV[3])
+local own = redis.call('ZSCORE', KEYS[1], owner)
+if not own then return taken end
+local knows = ARGV[7] == '1' and math.abs(now - tonumber(own)) <= timeout / 2
+
 for stream = 0, #KEYS - 3 do
   local key = KEYS[3 + stream]
   local consumers = redis.pcall('XINFO', 'CONSUMERS', key, group)
@@ -75,7 +82,7 @@ for stream = 0, #KEYS - 3 do
     local consumer = {}
     for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
     local beat = redis.call('ZSCORE', KEYS[1], consumer.name)
-    local is_dead = not beat or ARGV[7] == '1' and tonumber(beat) < now - tonumber(ARGV[3])
+    local is_dead = not beat or knows and math.abs(now - tonumber(beat)) > timeout
     if consumer.name ~= owner and is_dead then
       if consumer.pending > 0 and left > 0 then
         for _, item in ipairs(redis.call('XPENDING', key, group, '-', '+', math.max(left, 16), consumer.name)) do

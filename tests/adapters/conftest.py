@@ -22,7 +22,7 @@ def tried(play: Any, engine: Any, queue_config: QueueConfig) -> Any:
             async with serving(engine, queue_config):
                 async with gateway(queue_config, **settings) as web:
                     found = await scenario(web)
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while engine.num_live:
                         await asyncio.sleep(0.01)
             await outside.assert_nothing_left()

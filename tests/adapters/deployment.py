@@ -45,7 +45,7 @@ class Role:
         assert line.startswith("serving "), line
         return cls(process, line)
 
-    async def until_logged(self, event: str, timeout_s: float = 30) -> dict[str, Any]:
+    async def until_logged(self, event: str, timeout_s: float = 60) -> dict[str, Any]:
         """The first line of its log with this event, once it is there."""
         async with asyncio.timeout(timeout_s):
             while not (found := [line for line in self.log if line["event"] == event]):
@@ -82,7 +82,7 @@ class Deployment:
             queue: dict[str, Any] = (await answer.json())["queues"]["default"]
             return queue
 
-    async def until(self, gateway: Role, condition: Any, timeout_s: float = 20) -> dict[str, Any]:
+    async def until(self, gateway: Role, condition: Any, timeout_s: float = 60) -> dict[str, Any]:
         """The figures, once `condition` is true of the living engines."""
         async with asyncio.timeout(timeout_s):
             while True:

@@ -47,4 +47,4 @@ def engine_at_work(server: EmbeddedServer, queue: str) -> Iterator[str]:
     finally:
         if running:
             running["loop"].call_soon_threadsafe(running["worker"].stop)
-        thread.join(30)
+        thread.join(60)

@@ -119,7 +119,7 @@ def test_an_interrupted_run_goes_on(queue: tuple[str, ...], tmp_path: Path, how:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)
-    told = process.communicate(timeout=30)[1]
+    told = process.communicate(timeout=60)[1]
     if how == signal.SIGINT:
         assert process.returncode == 130 and "goes on where this was" in told
     done = state.read_bytes().count(b"\n")

@@ -13,7 +13,7 @@ KEY = {"Authorization": "Bearer key-of-a"}
 
 async def figures(web: Web, condition: Any) -> dict[str, Any]:
     """The queue's part of the overview, once `condition` is true of it and of its engine."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             queue: dict[str, Any] = (await web.get("/overview.json", headers=KEY)).json["queues"]["default"]
             if queue["engines"] and condition(queue, queue["engines"][-1]):

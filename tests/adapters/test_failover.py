@@ -142,7 +142,7 @@ def test_a_retry_with_an_idempotency_key_finds_its_answer(run: Any, redis_url: s
                 await taken.wait()
                 await deployment.until(second, lambda engines: sum(engine["running"] for engine in engines) == 1)
                 await first.kill()
-                answer = await asyncio.wait_for(asking, 30)
+                answer = await asyncio.wait_for(asking, 60)
                 assert answer.choices[0].text == text
                 # Asked for as a stream, the same words would be another body; the same body is there again at once.
                 again = await client.completions.with_raw_response.create(
@@ -190,7 +190,7 @@ def test_readiness_follows_the_steps(run: Any, redis_url: str, host: EngineHost)
             gateway = await deployment.gateway("--heartbeat-timeout-s", "1")
 
             async def until_ready(status: int) -> dict[str, Any]:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while True:
                         async with deployment.session.get(f"{gateway.url}/readyz") as answer:
                             if answer.status == status:
@@ -286,7 +286,7 @@ async def tokens_of(redis_url: str, request_id: str) -> int:
 async def until_ended(redis_url: str, request_id: str) -> dict[str, str]:
     client = connect_commands(redis_url, "test")
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 fields: Any = await client.hgetall(f"{TAG}:req:{request_id}")
                 if fields.get(b"finished"):

@@ -47,7 +47,7 @@ def test_who_reads_nothing_is_cut_and_nobody_else_notices(run: Any, redis_url: s
                 assert seen.whole == 36, "whoever reads gets all"
                 assert all(reader.frames > 20 for reader in seen.readers), "a token without text has no frame"
                 assert percentile(seen.gaps, 0.5) < 1
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     while await cut(session, gateway.url) < 4:
                         await asyncio.sleep(0.1)
                     while (await figures(session, gateway.url))["running"]:

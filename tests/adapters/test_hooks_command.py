@@ -86,7 +86,7 @@ def test_the_outbox_is_listed_and_what_was_given_up_is_sent_again(
         assert status == 1 and "no such webhook" in err
     finally:
         sender.send_signal(signal.SIGTERM)
-        told = sender.communicate(timeout=20)[1]
+        told = sender.communicate(timeout=60)[1]
     assert sender.returncode == 0, told
     assert "webhooks are sent" in told and "whsec_" not in told
 

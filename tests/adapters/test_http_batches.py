@@ -22,7 +22,7 @@ def line(name: Any, body: dict[str, Any] | None = None, url: str = CHAT, **more:
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(60):
         while (batch := await client.batches.retrieve(batch_id)).status not in batch_runner.FINAL:
             await asyncio.sleep(0.05)
     return batch
@@ -120,7 +120,7 @@ def test_cancelling_and_going_on_elsewhere(
         async with web.openai() as client:
             file = await client.files.create(file=("in.jsonl", data), purpose="batch")
             made = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not (await client.batches.retrieve(made.id)).request_counts.completed:  # type: ignore[union-attr]
                     await asyncio.sleep(0.02)
         await web.process.stop(0)

@@ -118,7 +118,7 @@ def test_cancelling_and_closing_the_tab_free_the_blocks(
 
         for leave in (cancel, close):
             await asyncio.to_thread(leave)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while engine.num_live or engine.statistics().cache.pool.used:
                     await asyncio.sleep(0.01)
 

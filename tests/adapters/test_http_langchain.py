@@ -44,7 +44,7 @@ def served(folder: Path) -> Iterator[str]:
             pytest.fail((folder / "serve.log").read_text())
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="class")

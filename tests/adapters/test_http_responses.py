@@ -97,7 +97,7 @@ def test_cancelling_and_leaving(tried: Any, engine: AsyncEngine) -> None:
         last = orjson.loads(replay.text.rstrip().rpartition("data: ")[2])
         assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
         leaving = asyncio.create_task(web.post("/v1/responses", endless))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not engine.num_live:
                 await asyncio.sleep(0.005)
             leaving.cancel()

@@ -138,7 +138,7 @@ def working(url: str, folder: Path, *command: str) -> Iterator[None]:
             yield
         finally:
             worker.terminate()
-            worker.wait(30)
+            worker.wait(60)
 
 
 def celery_worker(*options: str) -> list[str]:

@@ -56,7 +56,7 @@ def test_so_many_at_once(any_redis_url: str, run: Any, monkeypatch: pytest.Monke
                 assert (error.status, error.retry_after_ms) == (429, 1000) and "2 generations are open" in error.message
                 assert error.response().headers["x-should-retry"] == "true"
         await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await client.keys("pm:*open:*"):
                 await asyncio.sleep(0.01)
         # A gateway that has died gives nothing back: its lease runs out, unless it is renewed.
@@ -64,7 +64,7 @@ def test_so_many_at_once(any_redis_url: str, run: Any, monkeypatch: pytest.Monke
         shared = first._allowances
         for name in ("dead", "alive"):
             assert await shared.take("a", name, per_minute=None, at_once=2) is None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 await shared.renew([("a", "alive")])
                 if await shared.take("a", "next", per_minute=None, at_once=2) is None:
@@ -108,7 +108,7 @@ def test_two_gateways_and_one_key(tried: Any, queue_config: QueueConfig) -> None
                 for web in (first, second):
                     other = await web.post("/v1/completions", body, headers=KEY)
                     assert (other.status, other.error["code"]) == (429, "rate_limit_exceeded")
-            async with asyncio.timeout(20):  # whoever left has made room
+            async with asyncio.timeout(60):  # whoever left has made room
                 while (await second.post("/v1/completions", {**ENDLESS, "max_tokens": 2}, headers=KEY)).status == 429:
                     await asyncio.sleep(0.05)
 

@@ -245,7 +245,7 @@ def test_a_sender_says_that_it_gets_on_only_while_it_can_take_work(
         key = f"{TAG}:hook:at:{socket.gethostname()[:32]}"
         place = (queue_config.redis_url, "pm", "default")
         one = settings(webhook_concurrency=1)
-        async with receiving(hang) as receiver, dispatching(queue_config, one, secrets), asyncio.timeout(10):
+        async with receiving(hang) as receiver, dispatching(queue_config, one, secrets), asyncio.timeout(60):
             while not await client.exists(key):
                 await asyncio.sleep(0.01)
             assert 0 < await client.pttl(key) < 120_000
@@ -333,7 +333,7 @@ def test_a_tenant_whose_names_are_never_found_slows_only_itself(
     def silent(host: str, port: int, **_: Any) -> Any:
         asked.append(host)
         if host.startswith("dead"):
-            answered.wait(30)
+            answered.wait(60)
             raise socket.gaierror(socket.EAI_AGAIN, "no answer")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 

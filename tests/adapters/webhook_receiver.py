@@ -46,7 +46,7 @@ class Receiver:
         self.arrived.set()
         return await self.answer(self, request)
 
-    async def wait_for(self, count: int, timeout_s: float = 20.0) -> None:
+    async def wait_for(self, count: int, timeout_s: float = 60) -> None:
         async with asyncio.timeout(timeout_s):
             while len(self.seen) < count:
                 self.arrived.clear()
@@ -116,7 +116,7 @@ async def record(client: Client, request_id: str) -> dict[str, str]:
     raise AssertionError(f"no delivery of {request_id}")
 
 
-async def until_state(client: Client, request_id: str, *states: str, timeout_s: float = 20.0) -> dict[str, str]:
+async def until_state(client: Client, request_id: str, *states: str, timeout_s: float = 60) -> dict[str, str]:
     async with asyncio.timeout(timeout_s):
         while (found := await record(client, request_id))["state"] not in states:
             await asyncio.sleep(0.01)

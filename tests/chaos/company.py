@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,19 @@ async def company(deployment: str, folder: Path, rng: random.Random) -> AsyncIte
 
 
 async def run_company(
-    deployment: str, folder: Path, *, requests: int, seed: int, duration_s: float, engines: int = 2, in_flight: int = 32
+    deployment: str,
+    folder: Path,
+    *,
+    requests: int,
+    seed: int,
+    duration_s: float,
+    engines: int = 2,
+    in_flight: int = 32,
+    blows: Sequence[str] = (),
 ) -> Counter[str]:
-    """Send and read `requests` while servers and engines break, for `duration_s` at most. Returns what happened, by
-    name. Raises `Violation` for a text that is not the undisturbed one, an error without a name, or a queue that does
-    not work afterwards."""
+    """Send and read `requests` while servers and engines break, for `duration_s` at most; by these `blows` where they
+    are given, and until they have been dealt. Returns what happened, by name. Raises `Violation` for a text that is not
+    the undisturbed one, an error without a name, or a queue that does not work afterwards."""
     rng = random.Random(f"{seed} {deployment}")
     await asyncio.to_thread(make_model, folder / "model")
     async with company(deployment, folder, rng) as made:
@@ -144,14 +152,14 @@ async def run_company(
             for _ in range(engines):
                 await host.start()
             tasks = await undisturbed(client, make_bodies(random.Random(seed), 24))
-            breaking = asyncio.create_task(_break(made, host, rng))
+            breaking = asyncio.create_task(_break(made, host, random.Random(f"{seed} blows"), blows))
             ended: Counter[str] = Counter()
             seats, until = asyncio.Semaphore(in_flight), time.monotonic() + duration_s
             try:
                 async with asyncio.TaskGroup() as group:
                     for number in range(requests):
                         await seats.acquire()
-                        if time.monotonic() > until:
+                        if time.monotonic() > until or breaking.done():
                             break
                         one = _one(client, f"c{number}", rng.choice(tasks), ended)
                         group.create_task(one).add_done_callback(lambda _: seats.release())
@@ -159,7 +167,9 @@ async def run_company(
                     breaking.cancel()
             finally:
                 breaking.cancel()
-                await asyncio.gather(breaking, return_exceptions=True)
+                await asyncio.wait({breaking})
+            if not breaking.cancelled():
+                breaking.result()
             await _check_afterwards(made, client, tasks[0])
     return ended + made.counts
 
@@ -168,17 +178,27 @@ def _client(url: str) -> AsyncClient:
     return AsyncClient(url, queue=QUEUE, watchdog_s=0.5)
 
 
-async def _break(made: Company, host: EngineHost, rng: random.Random) -> None:
-    while True:
+async def _break(made: Company, host: EngineHost, rng: random.Random, blows: Sequence[str]) -> None:
+    """Deal these blows, or for ever such as are drawn. A blow that has begun is brought to its end."""
+    kinds = made.faults
+
+    def drawn() -> Iterator[str]:
+        while True:
+            yield rng.choices([*kinds, "engine killed"], [*(weight for weight, _ in kinds.values()), 1])[0]
+
+    for name in blows or drawn():
         await asyncio.sleep(rng.uniform(0.3, 1.2))
-        kinds = made.faults
-        name = rng.choices([*kinds, "engine killed"], [*(weight for weight, _ in kinds.values()), 1])[0]
         made.counts[name] += 1
         if name == "engine killed":
             rng.choice(host.alive).kill()
             await host.start()
-        else:
-            await asyncio.shield(asyncio.ensure_future(kinds[name][1]()))
+            continue
+        blow = asyncio.ensure_future(kinds[name][1]())
+        try:
+            await asyncio.shield(blow)
+        except asyncio.CancelledError:
+            await blow
+            raise
 
 
 async def _one(client: AsyncClient, name: str, task: Task, ended: Counter[str]) -> None:

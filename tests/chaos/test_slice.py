@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from tests.chaos.company import run_company
 from tests.chaos.run import Plan, run_chaos
 
 
@@ -16,3 +18,11 @@ def test_every_request_is_answered_once_whatever_breaks() -> None:
     assert len(outcome.requests) > 20
     assert outcome.rows["ended"]["completed"] > 10
     assert outcome.rows["faults"].total() > 5
+
+
+@pytest.mark.timeout(180)
+def test_whoever_reads_is_told_the_truth_or_a_named_error_when_a_master_fails(tmp_path: Path) -> None:
+    blows = ("master killed",)
+    run = run_company("sentinel", tmp_path, requests=2000, seed=20, duration_s=60, engines=1, blows=blows)
+    counts = asyncio.run(run)
+    assert counts["master killed"] == 1 and counts["completed"] > 10

@@ -66,7 +66,7 @@ async def serving(engine: AsyncEngine, config: QueueConfig) -> AsyncIterator[Wor
     finally:
         worker.stop()
         await task
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while engine.num_live:
             await asyncio.sleep(0.01)
     await engine.check()

@@ -44,7 +44,7 @@ def test_a_cluster_of_three(play: Any, engine: AsyncEngine, story: list[int]) ->
                 assert await handle.cancel() == "requested"
                 break
             try:
-                await handle.result(timeout=20)
+                await handle.result(timeout=60)
             except RequestError as error:
                 assert error.code == "cancelled"
         for node in nodes:
@@ -75,14 +75,14 @@ def test_a_sentinel_failover_in_mid_stream(play: Any, engine: AsyncEngine, story
                 assert seen == story
             except RequestError as error:
                 assert error.code == "request_lost" and seen == story[: len(seen)]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while True:
                     try:
                         after = await client.submit(**STORY, idempotency_key="after")
                         break
                     except QueueUnavailableError:
                         await asyncio.sleep(0.05)
-            assert (await after.result(timeout=30)).token_ids == story
+            assert (await after.result(timeout=60)).token_ids == story
         async with aioredis.Redis(port=pair[1].port, protocol=2) as plain:
             assert (await plain.info("replication"))["role"] == "master"
             assert await plain.xlen("pm:{default.0}:in:1") == 0
@@ -121,7 +121,7 @@ def test_tls_and_a_user_with_few_rights(play: Any, engine: AsyncEngine, story: l
                 break
             assert await other.cancel() == "requested"
             with pytest.raises(RequestError, match="cancelled"):
-                await other.result(timeout=20)
+                await other.result(timeout=60)
         wrong = QueueConfig(redis_url=f"rediss://mill:wrong@{place}", **FAST)
         with pytest.raises(ConfigError, match="refuses user or password") as refused:
             await Worker(engine, wrong).run()

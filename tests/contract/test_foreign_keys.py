@@ -23,7 +23,7 @@ def test_a_key_that_is_no_stream_is_named(
     async def scenario() -> None:
         key = f"{TAG}:in:0"
         worker = Worker(engine, QueueConfig(redis_url=redis_url, block_ms=50))
-        async with aioredis.Redis.from_url(redis_url, protocol=2) as client, asyncio.timeout(10):
+        async with aioredis.Redis.from_url(redis_url, protocol=2) as client, asyncio.timeout(60):
             if not later:
                 await client.set(key, "mine", ex=60)
             running = asyncio.create_task(worker.run())

@@ -158,13 +158,13 @@ def test_cancelling_by_hand(play: Any, engine: AsyncEngine, queue_config: QueueC
             await outside.add("silent", {**body, "stream": False})
             await outside.add("early", body)
             await outside.first_delta("running")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not await outside.events("silent"):
                     await asyncio.sleep(0.005)
             await outside.redis.hset(f"{TAG}:req:running", "cancel", "1")
             await outside.redis.hset(f"{TAG}:req:silent", "cancel", "1")
             for name in ("running", "silent", "early"):
-                done = await outside.done(name, timeout=10)
+                done = await outside.done(name, timeout=60)
                 assert (done["state"], done["error"]["code"]) == ("cancelled", "cancelled")
                 assert done["usage"]["completion_tokens"] < 300
         running = await outside.events("running")
@@ -188,7 +188,7 @@ def test_deadlines(play: Any, engine: AsyncEngine, queue_config: QueueConfig, ou
             for name, more in cases:
                 if more is not None:
                     await outside.add(name, {**body, "ttl_ms": 1000, **more})
-                done = await outside.done(name, timeout=10)
+                done = await outside.done(name, timeout=60)
                 assert (done["state"], done["error"]["code"]) == ("expired", "deadline_exceeded")
                 assert done["usage"]["completion_tokens"] < 300
         assert [item["type"] for item in await outside.events("waited")] == ["done"]

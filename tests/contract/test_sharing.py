@@ -106,10 +106,10 @@ def test_a_generation_that_nobody_watches_stops(
             async with serving(engine, queue_config), AsyncClient(queue_config) as client:
                 # A hundred tokens take five seconds: five leases.
                 watched = await client.submit(**{**body, "max_tokens": 60})
-                reading = asyncio.create_task(watched.result(timeout=20))
+                reading = asyncio.create_task(watched.result(timeout=60))
                 await outside.add("left", body)
                 await outside.add("goes-on", {**body, "on_disconnect": "continue", "max_tokens": 60})
-                done = await outside.done("left", timeout=10)
+                done = await outside.done("left", timeout=60)
                 assert (done["state"], done["error"]["code"]) == ("cancelled", "cancelled")
                 assert "nobody watches" in done["error"]["message"] and done["usage"]["completion_tokens"] < 80
                 assert (await reading).finish_reason == "length"
@@ -120,8 +120,8 @@ def test_a_generation_that_nobody_watches_stops(
                     await outside.redis.set(f"{TAG}:watch:raw", "1", px=1000)
                     await asyncio.sleep(0.4)
                 assert not any(item["type"] == "done" for item in await outside.events("raw"))
-                assert (await outside.done("raw", timeout=10))["state"] == "cancelled"
+                assert (await outside.done("raw", timeout=60))["state"] == "cancelled"
                 with pytest.raises(RequestFailed, match="nobody watches"):
-                    await client.attach("raw").result(timeout=5)
+                    await client.attach("raw").result(timeout=60)
 
     play(scenario())

@@ -113,7 +113,7 @@ sys.stdin.readline()
         parent.stdin.close()
     else:
         os.kill(parent.pid, how)
-    parent.wait(20)
+    parent.wait(60)
     wait_until_dead(pid)
     # And the data folder is free again.
     EmbeddedServer(tmp_path, port=free_port()).start().stop()

@@ -55,7 +55,7 @@ def test_a_request_goes_to_its_models_queue_and_is_followed_there(queue_config: 
                 assert b"model" not in producer.entry.fields[b"body"]  # type: ignore[union-attr]
                 await producer.delta()
                 await producer.done()
-                assert (await handle.result(timeout=5)).token_ids == [1]
+                assert (await handle.result(timeout=60)).token_ids == [1]
                 again = client.attach(handle.id, model=model)
                 assert [delta.token_ids async for delta in again] == [[1]]
                 assert await client.cancel(handle.id, model=model) == "completed"

@@ -78,7 +78,7 @@ class Bench:
         await self.client.aclose()
 
     async def sent(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.outbox.join()
 
 

@@ -41,7 +41,7 @@ class Ward:
             self.running += 1
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0)
 
@@ -90,7 +90,7 @@ def test_a_suspect_that_is_over_does_not_wait_for_its_turn(run: Any) -> None:
         ward.running = 1
         ward.over = [entry(1)]
         ward.quarantine.add(entry(1))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await ward.pass_by()
         assert ward.alone == []
         await ward.stop()
@@ -105,7 +105,7 @@ def test_an_engine_that_stops_lets_everybody_go(run: Any) -> None:
         ward.quarantine.add(entry(1))
         waiting = asyncio.create_task(ward.pass_by())
         ward.quarantine.open()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await waiting
         await ward.stop()
 

@@ -114,12 +114,12 @@ def test_a_reader_outlives_a_server_that_lost_events(queue_config: QueueConfig, 
             iterating = asyncio.create_task(_tokens(client))
             for _ in range(10):
                 await producer.delta()
-            await asyncio.wait_for(ten.wait(), 5)
+            await asyncio.wait_for(ten.wait(), 60)
             await Rewritten(producer).lose(6)
             for number in range(7, 15):
                 await producer.delta(token_id=100 + number if differs and number >= 9 else None)
             await producer.done()
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, 60)
             rewinds = [event for event in seen if event["type"] == "rewind"]
             if not differs:
                 assert not rewinds
@@ -133,7 +133,7 @@ def test_a_reader_outlives_a_server_that_lost_events(queue_config: QueueConfig, 
             truth = [*range(1, 9), *(100 + number if differs else number for number in range(9, 15))]
             assert Transcript.of(seen).choice(0).token_ids == truth
             assert seen[-1]["type"] == "done" and [event["type"] for event in seen].count("done") == 1
-            assert (await client.attach("a").result(timeout=5)).token_ids == truth
+            assert (await client.attach("a").result(timeout=60)).token_ids == truth
         await producer.aclose()
 
     async def _tokens(client: AsyncClient) -> list[int]:
@@ -161,7 +161,7 @@ def test_a_chain_that_does_not_fit_is_noticed_when_nothing_else_is(queue_config:
             reading = asyncio.create_task(read())
             for _ in range(5):
                 await producer.delta()
-            await asyncio.wait_for(five.wait(), 5)
+            await asyncio.wait_for(five.wait(), 60)
             await Rewritten(producer).lose(3)
             events, record = producer.shard.events("a"), producer.shard.record("a")
             producer.attempt = 1
@@ -172,7 +172,7 @@ def test_a_chain_that_does_not_fit_is_noticed_when_nothing_else_is(queue_config:
             producer.seq, producer.chain = 6, extend_chain(NO_CHAIN, [1, 2, 3, 104, 105, 106])
             await producer.delta(token_id=107)
             await producer.done()
-            await asyncio.wait_for(reading, 5)
+            await asyncio.wait_for(reading, 60)
             assert [event["to_offset"] for event in seen if event["type"] == "rewind"] == [3]
             assert Transcript.of(seen).choice(0).token_ids == [1, 2, 3, 104, 105, 106, 107]
         await producer.aclose()

@@ -72,6 +72,8 @@ class Engine:
         return scripts.WriteReply.read(await self.call(self.finish_call(entry, attempt, offset, state, **options)))
 
     async def reap(self, count: int = 9, timeout_ms: int = 60_000, **options: Any) -> list[Entry]:
+        if await self.client.zscore(SHARD.heartbeats, self.owner) is None:
+            await self.beat()  # as every engine does before it reads
         call = scripts.reap(SHARD, self.owner, timeout_ms=timeout_ms, count=count, **options)
         return scripts.read_given(SHARD, await self.call(call))
 
@@ -549,12 +551,52 @@ def test_live_events_are_published_as_they_are_stored(on_queue: Any) -> None:
         await engine.finish(entry, 1, 2)
         live = []
         while len(live) < 3:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 message = await pubsub.get_message(timeout=5)
             live.append(message["data"])
         entries: Any = await client.xrange(SHARD.events("a"))
         assert live == [b"%d %s" % (n + 1, fields[b"e"]) for n, (_, fields) in enumerate(entries)]
         assert [entry_id for entry_id, _ in entries] == [b"1-0", b"2-0", b"3-0"]
         await pubsub.aclose()
+
+    on_queue(scenario)
+
+
+@pytest.mark.parametrize("ahead_ms", [-3_600_000, 3_600_000])
+def test_a_clock_that_was_set_makes_nobody_dead(on_queue: Any, ahead_ms: int) -> None:
+    """All heartbeats are of another time, as after a sleep of the machine. Who beats again knows how far it is."""
+
+    async def scenario(client: Client) -> None:
+        living, heir = Engine(client, "living"), Engine(client, "heir")
+        await living.beat()
+        await heir.beat()
+        await submit(client)
+        entry = await living.take()
+        await living.begin(entry)
+        for name in ("living", "heir"):
+            await client.zincrby(SHARD.heartbeats, ahead_ms, name)
+        assert await heir.reap() == []
+        now, before = await heir.call(scripts.renew(SHARD, "heir", b"{}"))
+        assert abs(float(before) - now - ahead_ms) < 60_000
+        assert await heir.reap(old_beats_count=False) == [], "others need time to beat again"
+        assert await heir.reap() == [entry], "it has not: it is dead"
+
+    on_queue(scenario)
+
+
+def test_deleted_heartbeats_make_nobody_dead(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        living, heir = Engine(client, "living"), Engine(client, "heir")
+        await living.beat()
+        await heir.beat()
+        await submit(client)
+        entry = await living.take()
+        await living.begin(entry)
+        await client.delete(SHARD.heartbeats)
+        assert await heir.call(scripts.reap(SHARD, "heir", timeout_ms=60_000, count=9)) == []
+        await heir.beat()
+        assert await heir.reap() == [], "it has not had the time to beat again"
+        await client.zincrby(SHARD.heartbeats, -120_000, "living")
+        assert await heir.reap() == [entry], "it has not come back"
 
     on_queue(scenario)
