@@ -530,6 +530,7 @@ def test_heartbeats_forget_engines_that_are_long_gone(on_queue: Any) -> None:
         await client.zadd(SHARD.heartbeats, {"old": 1})
         await client.hset(SHARD.engines, "old", "{}")
         await engine.beat()
+        await engine.beat()  # the first one cannot tell: perhaps the clock was set
         assert await client.zrange(SHARD.heartbeats, 0, -1) == [b"e1"]
         assert await client.hkeys(SHARD.engines) == [b"e1"]
         await engine.call(scripts.retire(SHARD, "e1"))
