@@ -88,7 +88,7 @@ def read_shape(folder: ModelFolder, max_model_len: int | None) -> LlamaShape:
             max_model_len=config.max_model_len(max_model_len, longest),
             eos_token_ids=eos_within(folder, config.size("vocab_size")),
             sliding_window=max(windows) if all(windows) else None,
-            typical_layers=_typical_layers(windows),
+            typical_layers=typical_layers(windows),
         ),
         intermediate_size=config.size("intermediate_size"),
         longest=longest,
@@ -125,8 +125,8 @@ def _windows(folder: ModelFolder, config: ConfigReader, member: _Member, rotary:
     return tuple(window * here for here in sliding)
 
 
-def _typical_layers(windows: tuple[int, ...]) -> int:
-    """The first layers with one of each window among them, and a layer behind another."""
+def typical_layers(windows: tuple[int, ...]) -> int:
+    """`ModelSpec.typical_layers`: the first layers with one of each window among them, and a layer behind another."""
     return min(len(windows), max(2, 1 + max(map(windows.index, windows))))
 
 

@@ -18,6 +18,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import BUNDLED_MODEL, resolve_model
 from pagemill.engine.logit_rules import LogitRules
 from pagemill.engine.model_runner import ModelRunner
+from pagemill.engine.models.llama_shape import typical_layers
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence, SchedulerOutput
@@ -189,6 +190,14 @@ def test_the_pool_is_profiled(folder: Path) -> None:
         assert process_memory() - before < 100 << 20, "the pool was committed before it was used"
     """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("windows", "layers"), [((0,), 1), ((0, 0, 0), 2), ((8, 8), 2), ((0, 8, 0, 8), 2), ((0, 0, 0, 8), 4)]
+)
+def test_a_step_is_profiled_on_as_few_layers_as_show_its_memory(windows: tuple[int, ...], layers: int) -> None:
+    """One of each window, since layers that see equally far share a work list, and a layer behind another."""
+    assert typical_layers(windows) == layers
 
 
 def test_a_profiled_pool_works_like_a_given_one(folder: Path) -> None:
