@@ -28,7 +28,9 @@ def integer(name: str, value: object, low: int, high: int) -> int:
     """An integer in [low, high]."""
     whole = as_integer(value)
     if whole is None:
-        raise invalid(f"{name} must be an integer, got {type(value).__name__}", name)
+        # An integer of more than 64 bits comes out of JSON as a float: its type alone would puzzle whoever sent it.
+        given = shown(value) if isinstance(value, float) else type(value).__name__
+        raise invalid(f"{name} must be an integer in [{low}, {high}], got {given}", name)
     if not low <= whole <= high:
         raise invalid(f"{name} must be in [{low}, {high}], got {shown(value)}", name)
     return whole

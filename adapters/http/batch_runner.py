@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from pagemill.adapters.http.batches import FINAL, OPEN, Batches
 from pagemill.adapters.http.errors import as_api_error, internal_error
-from pagemill.adapters.http.files import Files
+from pagemill.adapters.http.files import Files, LineTooLongError
 from pagemill.adapters.http.gateway import Gateway
 from pagemill.adapters.http.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from pagemill.adapters.http.openai_fields import Asked, read_chat, read_completion
@@ -206,17 +206,20 @@ class BatchRunner:
         """What is wrong with the file as such; what is wrong with a request is its own error."""
         errors: list[dict[str, Any]] = []
         names: set[str] = set()
-        async for number, line in self._input(job):
-            job.total = number + 1
-            if job.total > MAX_LINES:
-                return [{"code": "too_many_lines", "message": f"a batch may have at most {MAX_LINES} lines"}]
-            problem = _problem(line, job.batch["endpoint"], names)
-            if problem is not None:
-                errors.append({"line": number + 1, **problem})
-                if len(errors) == MAX_ERRORS:
-                    break
-            if number % BREATH == 0:
-                await asyncio.sleep(0)
+        try:
+            async for number, line in self._input(job):
+                job.total = number + 1
+                if job.total > MAX_LINES:
+                    return [{"code": "too_many_lines", "message": f"a batch may have at most {MAX_LINES} lines"}]
+                problem = _problem(line, job.batch["endpoint"], names)
+                if problem is not None:
+                    errors.append({"line": number + 1, **problem})
+                    if len(errors) == MAX_ERRORS:
+                        break
+                if number % BREATH == 0:
+                    await asyncio.sleep(0)
+        except LineTooLongError as error:
+            return [*errors, {"line": job.total + 1, **_wrong("line_too_long", str(error))}]
         if not job.total:
             errors.append({"code": "empty_file", "message": "the file has no lines"})
         return errors

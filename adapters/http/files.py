@@ -6,6 +6,7 @@ A file is a document in pieces of at most 1 MiB, written while it arrives, so th
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
@@ -27,6 +28,13 @@ MAX_NAME = 256  # characters
 PURPOSES = ("batch", "user_data")
 
 
+class LineTooLongError(Exception):
+    """A line has more than `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"a line has more than {limit} bytes")
+
+
 class Files:
     """The files of one tenant."""
 
@@ -34,6 +42,7 @@ class Files:
         self._shelf = gateway.queues.shelf
         self._tenant = tenant
         self._ttl_s = gateway.config.http_file_ttl_s
+        self._longest = gateway.config.http_max_body_bytes
         self._index = f"files:{tenant}"
 
     async def create(self, name: str, purpose: str, data: AsyncIterable[bytes]) -> dict[str, Any]:
@@ -80,13 +89,16 @@ class Files:
             yield piece
 
     async def lines(self, file_id: str, count: int) -> AsyncGenerator[bytes, None]:
-        """The lines of a file, without their ends and without empty ones at the end."""
-        rest = b""
+        """The lines of a file, without their ends, without empty ones at the end, and without the mark that some
+        editors put before UTF-8. Raises `LineTooLongError` rather than hold a line that no request may have."""
+        rest = None
         async for piece in self.pieces(file_id, count):
-            *whole, rest = (rest + piece).split(b"\n")
+            *whole, rest = (piece.removeprefix(codecs.BOM_UTF8) if rest is None else rest + piece).split(b"\n")
+            if len(rest) > self._longest:
+                raise LineTooLongError(self._longest)
             for line in whole:
                 yield line
-        if rest.strip():
+        if rest is not None and rest.strip():
             yield rest
 
     async def listed(self) -> list[dict[str, Any]]:

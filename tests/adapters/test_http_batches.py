@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from typing import Any
 
 import openai
@@ -60,7 +61,9 @@ def test_a_batch_from_file_to_files(tried: Any) -> None:
         lines[2] = line("bad", {"messages": HI, "max_tokens": 0})
         lines[4] = line("two", {"messages": HI, "max_tokens": 2, "n": 2})
         async with web.openai() as client:
-            file = await client.files.create(file=("in.jsonl", b"\n".join(lines) + b"\n\n"), purpose="batch")
+            file = await client.files.create(
+                file=("in.jsonl", codecs.BOM_UTF8 + b"\r\n".join(lines) + b"\n\n"), purpose="batch"
+            )
             made = await client.batches.create(
                 input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"}
             )
@@ -87,6 +90,7 @@ BAD_FILES = [
     (b"{}", "invalid_custom_id"), (b"nonsense", "invalid_json_line"), (b"", "empty_file"), (b"[]", "invalid_json_line"),
     (line("a") + b"\n" + line("a"), "duplicate_custom_id"), (line("a", url="/v1/embeddings"), "invalid_url"),
     (line("a", method="GET"), "invalid_method"), (line("a", body=None) [:-1], "invalid_json_line"),
+    (b"[" * 4_000_000, "line_too_long"),
 ]  # fmt: skip
 
 
