@@ -78,7 +78,7 @@ class EngineConfig:
     default_max_tokens: int = _setting(1024, "max_tokens of a request that does not say")
     tool_call_parser: ToolParserSetting = _setting(
         "auto",
-        "how the model writes calls of tools: hermes, llama3_json, mistral, none, or auto (by its chat template)",
+        f"how the model writes calls of tools: {', '.join(PARSERS)}, none, or auto (by its chat template)",
     )
     skip_tokenizer_init: bool = _setting(False, "serve token ids only, without a tokenizer")
     threads: int | None = _setting(None, "CPU threads of the model; default: the cores this process may use")

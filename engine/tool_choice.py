@@ -8,6 +8,7 @@ its schema says so.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ class ToolChoice:
     names: tuple[str, ...]
     is_forced: bool = False
     parallel: bool = True
+    schemas: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, compare=False)
+
+    @property
+    def parameters(self) -> Mapping[str, Mapping[str, Any]]:
+        """The schemas of the arguments, by the tools that may be called."""
+        return {name: self.schemas.get(name, {}) for name in self.names}
 
     @classmethod
     def read(cls, tools: Tools | None, choice: object, parallel: bool) -> ToolChoice | None:
@@ -40,6 +47,14 @@ class ToolChoice:
 
         Raises `RequestError("invalid_request")` naming the field.
         """
+        chosen = cls._read(tools, choice, parallel)
+        if chosen is None:
+            return None
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}
+        return dataclasses.replace(chosen, schemas=schemas)
+
+    @classmethod
+    def _read(cls, tools: Tools | None, choice: object, parallel: bool) -> ToolChoice | None:
         known = tuple(tool["function"]["name"] for tool in tools or ())
         if choice in (None, "auto", "none"):
             return cls(known, parallel=parallel) if known and choice != "none" else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagemill.engine.tool_calls import Piece, ToolCall, ToolCallReader, ToolParserName, call_id, read_calls
+from pagemill.engine.tool_calls import ToolCallReader, ToolParserName, call_id, read_calls
 from pagemill.engine.tool_choice import ToolChoice
+from pagemill.engine.tool_pieces import Piece, ToolCall
 
 
 def message_of(parser: ToolParserName, choice: ToolChoice, text: str, request_id: str, index: int) -> dict[str, Any]:
     """Content and calls of an assistant's message; without calls the content is the text."""
-    content, calls = read_calls(parser, choice.names, text, parallel=choice.parallel)
+    content, calls = read_calls(parser, choice.parameters, text, parallel=choice.parallel)
     if not calls:
         return {"content": content}
     shown = [_call(parser, call, request_id, index, number) for number, call in enumerate(calls)]
@@ -28,7 +29,7 @@ class ToolDeltas:
 
     def __init__(self, parser: ToolParserName, choice: ToolChoice, request_id: str, index: int) -> None:
         self._parser, self._request_id, self._index = parser, request_id, index
-        self._reader = ToolCallReader(parser, choice.names, parallel=choice.parallel)
+        self._reader = ToolCallReader(parser, choice.parameters, parallel=choice.parallel)
 
     @property
     def has_calls(self) -> bool:

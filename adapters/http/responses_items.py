@@ -11,8 +11,9 @@ from typing import Any
 
 from pagemill.engine.chat import Chat
 from pagemill.engine.errors import invalid
-from pagemill.engine.tool_calls import Piece, ToolCallReader, ToolParserName, call_id
+from pagemill.engine.tool_calls import ToolCallReader, ToolParserName, call_id
 from pagemill.engine.tool_choice import ToolChoice
+from pagemill.engine.tool_pieces import Piece
 from pagemill.engine.values import shown
 
 _PARTS = ("input_text", "output_text", "text")
@@ -116,7 +117,7 @@ class OutputItems:
         self._parser: ToolParserName = parser or "hermes"
         self._reader = None
         if parser is not None and choice is not None:
-            self._reader = ToolCallReader(parser, choice.names, parallel=choice.parallel)
+            self._reader = ToolCallReader(parser, choice.parameters, parallel=choice.parallel)
         self._is_open = False
         self._calls = 0
         self.items: list[dict[str, Any]] = []

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagemill.engine.tool_calls import MARKERS, ToolCallReader, call_id, gathered, parser_of, read_calls
+from pagemill.engine.tool_calls import MARKERS, ToolCallReader, call_id, parser_of, read_calls
+from pagemill.engine.tool_pieces import gathered
 
 NAMES = ("get_weather", "add")
 ULM = '{"town": "Ulm", "note": "a } \\" ] { b", "days": [1, {"x": {}}]}'
@@ -145,9 +146,13 @@ def test_no_text_is_lost_or_breaks_it(parser: Any) -> None:
     ("template", "parser"),
     [
         ("{% if tools %}<tools>...<tool_call>{{ x }}</tool_call>", "hermes"),
-        ("<tool_call>\n<function=name>", None),
+        ("<tool_call>\n<function=name>\n<parameter=x>", "qwen3_coder"),
         ("<|start_header_id|>ipython ... <|python_tag|>", "llama3_json"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "deepseek_v3"),
+        ("ipython [func_name1(params_name1=params_value1)]", "pythonic"),
+        ("functools[{}]", "phi4_mini_json"),
+        ("<tool_call>{{ name }}<arg_key>", None),
         ("{{ message.content }}", None),
     ],
 )
