@@ -53,7 +53,6 @@ class XmlGrammar:
         self._values: dict[str, Any] = {}
         self._parameter: str | None = None
         self._start = 0  # of the value of that parameter
-        self._has_tag = False
 
     def find(self, text: str, before: str) -> tuple[int, bool]:
         self._reset()
@@ -90,7 +89,6 @@ class XmlGrammar:
         """Read up to the name of the function. True: this is none; None: go on, or wait while there is no name."""
         at = 0
         if text.startswith(_CALL):
-            self._has_tag = True
             at = len(_CALL) + _space_at(text, len(_CALL))
         rest = text[at : at + _LONGEST_NAME + len(_FUNCTION) + 1]
         if not rest.startswith(_FUNCTION):
@@ -155,7 +153,7 @@ class XmlGrammar:
             rest = text[behind : behind + len(_CALL_END)]
             if rest == _CALL_END:
                 end = behind + len(rest)
-            elif self._has_tag and not has_ended and _CALL_END.startswith(rest):
+            elif not has_ended and _CALL_END.startswith(rest):
                 return None
             elif has_ended and rest and _CALL_END.startswith(rest):
                 end = len(text)
