@@ -283,9 +283,8 @@ def test_eight_beginnings_on_two_engines(run: Any, tiny: EngineConfig, queue_con
         return cached
 
     async def scenario() -> None:
-        without, placed = await hits(0), await hits(50)
-        print(f"{without} cached tokens without placement, {placed} with")
+        # Without placement it is luck: 0.7 to 0.9 of what can be found mostly, and all of it once.
+        placed = await hits(50)
         assert placed > 0.85 * PREFIXES * (EACH - 1) * LENGTH
-        assert placed > without  # which is luck: whoever comes first takes what waits
 
     run(scenario())
