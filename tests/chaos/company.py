@@ -72,9 +72,14 @@ class Company:
 
     async def _move_slot(self) -> None:
         target, pause_s = self.rng.choice(self.nodes), self.rng.choice((0, 0, 0.05))
-        # A node that has just come back takes a moment to know its company again.
-        with contextlib.suppress(RedisError, OSError):
-            await asyncio.to_thread(servers.move_slot, self.nodes, f"{TAG}:stat", target, pause_s)
+        async with asyncio.timeout(60):
+            while True:
+                # A node that has just come back takes a moment to know its company again. A move that stays half done
+                # is no fault of a cluster that anything could go on after: whoever began it has to end it.
+                with contextlib.suppress(RedisError, OSError):
+                    await asyncio.to_thread(servers.move_slot, self.nodes, f"{TAG}:stat", target, pause_s)
+                    return
+                await asyncio.sleep(0.2)
 
     async def _master(self) -> int:
         async with aioredis.Redis(port=self.sentinel_ports[0], protocol=2) as sentinel:

