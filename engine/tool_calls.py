@@ -18,7 +18,7 @@ The same pieces come out however the text is cut, so an answer that is streamed 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from pagemill.engine import tool_pythonic, tool_xml
@@ -26,21 +26,7 @@ from pagemill.engine.tool_blocks import BlockReader
 from pagemill.engine.tool_json import JSON_FORMS, JsonReader
 from pagemill.engine.tool_pieces import Piece, Telling, ToolCall, gathered
 
-ToolParserName = Literal[
-    "hermes",
-    "llama3_json",
-    "mistral",
-    "granite",
-    "phi4_mini_json",
-    "deepseek_v3",
-    "deepseek_v31",
-    "qwen3_coder",
-    "pythonic",
-    "json",
-]
-ToolParserSetting = Literal[
-    "auto",
-    "none",
+_Form = Literal[
     "hermes",
     "llama3_json",
     "mistral",
@@ -51,7 +37,9 @@ ToolParserSetting = Literal[
     "qwen3_coder",
     "pythonic",
 ]
-PARSERS: tuple[str, ...] = tuple(name for name in get_args(ToolParserName) if name != "json")
+ToolParserName = Literal[_Form, "json"]
+ToolParserSetting = Literal["auto", "none", _Form]
+PARSERS: tuple[str, ...] = get_args(_Form)
 # What of a form may be a special token, which has to stay in the text for the form to be seen.
 MARKERS: dict[str, tuple[str, ...]] = {
     **{name: form.markers for name, form in JSON_FORMS.items()},
@@ -90,25 +78,24 @@ def call_id(parser: str, request_id: str, choice: int, index: int) -> str:
 
 
 class ToolCallReader:
-    """Reads one choice's text piece by piece. `names`: the tools that may be called; where it is a mapping, their
-    parameters by name. Without `parallel` only the first call is told. White space beside a call is left out."""
+    """Reads one choice's text piece by piece. `tools`: the schemas of the arguments, by the names of the tools that may
+    be called. Without `parallel` only the first call is told. White space beside a call is left out."""
 
     def __init__(
         self,
         parser: ToolParserName,
-        names: Collection[str] | Mapping[str, Mapping[str, Any]],
+        tools: Mapping[str, Mapping[str, Any]],
         *,
         parallel: bool = True,
     ) -> None:
         self._telling = Telling(MARKERS[parser] if parser in _HIDDEN else (), parallel=parallel)
         self._reader: JsonReader | BlockReader
         if parser == "qwen3_coder":
-            schemas = names if isinstance(names, Mapping) else {name: {} for name in names}
-            self._reader = BlockReader(tool_xml.XmlGrammar(schemas), self._telling)
+            self._reader = BlockReader(tool_xml.XmlGrammar(tools), self._telling)
         elif parser == "pythonic":
-            self._reader = BlockReader(tool_pythonic.PythonicGrammar(names), self._telling)
+            self._reader = BlockReader(tool_pythonic.PythonicGrammar(tools), self._telling)
         else:
-            self._reader = JsonReader(JSON_FORMS[parser], names, self._telling)
+            self._reader = JsonReader(JSON_FORMS[parser], tools, self._telling)
 
     @property
     def has_calls(self) -> bool:
@@ -125,11 +112,11 @@ class ToolCallReader:
 
 def read_calls(
     parser: ToolParserName,
-    names: Collection[str] | Mapping[str, Mapping[str, Any]],
+    tools: Mapping[str, Mapping[str, Any]],
     text: str,
     *,
     parallel: bool,
 ) -> tuple[str, list[ToolCall]]:
     """The text and the calls of a whole answer."""
-    reader = ToolCallReader(parser, names, parallel=parallel)
+    reader = ToolCallReader(parser, tools, parallel=parallel)
     return gathered([*reader.feed(text), *reader.finish()])

@@ -1,5 +1,6 @@
 -- Takes over entries whose consumer has no fresh heartbeat (old, or of a time that the clock has not reached), and
--- delayed ones that are due; removes dead consumers that hold nothing any more. What may have ended its engine is first put aside for a while.
+-- delayed ones that are due; removes dead consumers that hold nothing any more. What may have ended its engine is first
+-- put aside for a while.
 -- KEYS 1 heartbeats, 2 delayed entries, 3... input streams by priority
 -- ARGV 1 group, 2 owner, 3 heartbeat timeout ms, 4 entries at most, 5 key base, 6 first retry's delay ms,
 --      7 "1": old heartbeats count (else only consumers without one: those have left),

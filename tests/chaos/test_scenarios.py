@@ -71,16 +71,13 @@ def test_a_server_that_forgets_everything_is_served_again_within_a_second(
         async with AsyncClient(any_redis_url, watchdog_s=0.3) as client, plain_client(any_redis_url) as redis:
             for _ in range(2):
                 await host.start(redis_url=any_redis_url, device_ms=20)
-            took: list[float] = []
-            while not took or (took[-1] >= 1.0 and len(took) < 4):  # the machine may have stood still
-                long = await client.submit(**PROMPT, max_tokens=200)
-                await first_token(client, long.id)
-                await redis.flushall()
-                cleared_at = time.monotonic()
-                after = await client.submit(**PROMPT, max_tokens=2)
-                assert (await after.result(timeout=60)).state == "completed"
-                took.append(time.monotonic() - cleared_at)
-            assert took[-1] < 1.0, took
+            long = await client.submit(**PROMPT, max_tokens=200)
+            await first_token(client, long.id)
+            await redis.flushall()
+            cleared_at = time.monotonic()
+            after = await client.submit(**PROMPT, max_tokens=2)
+            assert (await after.result(timeout=60)).state == "completed"
+            assert time.monotonic() - cleared_at < 1.0
             with pytest.raises(RequestError) as lost:
                 await long.result(timeout=60)
             assert lost.value.code == "request_lost"
@@ -144,16 +141,18 @@ def test_nothing_waits_for_the_engine_that_has_its_beginning_when_that_is_away(
                         await asyncio.sleep(0.01)
             handles = [await client.submit(**body(number)) for number in range(10, 26)]
             # The read that it was waiting in brings a frozen engine one that nobody else sees; it goes on with that.
+            # One that leaves may be brought more until it has heard of it, and they are no later than the others.
             stuck = {
                 item["message_id"] for item in await redis.xpending_range(*STREAM, "-", "+", 9, consumername=owner)
             }
             late = [h for h in handles if await redis.hget(f"{TAG}:req:{h.id}", "entry") in stuck]
-            # One that leaves reads until it has heard of it, and ends or gives back what it was brought.
-            assert how == "leaves" or len(late) <= (0 if how == "killed" else 1)
+            if how == "leaves":
+                late = []
+            assert len(late) <= (0 if how == "killed" else 1)
             for handle in handles:
                 if handle not in late:
                     result = await handle.result(timeout=60)
-                    assert result.metrics["queue_ms"] < 5000 and result.metrics["attempts"] == 1
+                    assert result.metrics["queue_ms"] < 500 and result.metrics["attempts"] == 1
             has.thaw()
             for handle in late:
                 assert (await handle.result(timeout=60)).metrics["attempts"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import orjson
@@ -71,6 +72,7 @@ def test_who_waits_behind_a_full_engine_is_answered_in_time(
             ):
                 done = await outside.done(name, timeout=60)
                 assert (done["state"], done["error"]["code"]) == ("rejected", code)
+                assert done["metrics"]["queue_ms"] < 1000
             assert done["error"]["retry_after_ms"] >= 100
             letters = await outside.redis.xrange(f"{TAG}:dlq")
             assert {letter[b"reason"] for _, letter in letters} == {b"unknown_version", b"unreadable"}
@@ -119,10 +121,10 @@ def test_a_short_deadline_behind_a_full_engine(
             waited_ms, attempts = done["metrics"]["queue_ms"], done["metrics"]["attempts"]
             if forecast == "too late":
                 assert (done["state"], done["error"]["code"]) == ("rejected", "deadline_unreachable")
-                assert done["error"]["retry_after_ms"] >= 100
+                assert waited_ms < 300 and done["error"]["retry_after_ms"] >= 100
             else:
                 assert (done["state"], done["error"]["code"]) == ("expired", "deadline_exceeded")
-                assert waited_ms >= 300 and "retry_after_ms" not in done["error"]
+                assert 300 <= waited_ms < 1000 and "retry_after_ms" not in done["error"]
             assert attempts == 0
             await clear(outside)
             assert (await outside.done("other"))["state"] == "completed"
@@ -144,12 +146,14 @@ def test_a_deadline_behind_a_full_engine_is_known_to_be_out_of_reach(
             async with asyncio.timeout(60):
                 while not await knows(outside):
                     await asyncio.sleep(0.01)
+            began = time.monotonic()
             await outside.add("hasty", {**STORY, "ttl_ms": 1500})
             with pytest.raises(RequestFailed) as refused:
                 await client.submit(**STORY, ttl_ms=1500)
             assert (refused.value.code, refused.value.result.state) == ("deadline_unreachable", "rejected")
             done = await outside.done("hasty", timeout=60)
             assert (done["state"], done["error"]["code"]) == ("rejected", "deadline_unreachable")
+            assert time.monotonic() - began < 1.5, "it was told before its deadline"
             assert done["error"]["retry_after_ms"] >= 100
             handle = await client.submit(**STORY, priority=0)
             for number in range(MANY):

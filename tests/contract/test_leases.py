@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,14 @@ async def alone(tiny: EngineConfig, config: QueueConfig, numbers: range) -> dict
     await engine.stop()
     await outside.aclose()
     return tokens
+
+
+async def ended(workers: Iterable[Worker], tasks: Iterable[asyncio.Task[None]], engines: Iterable[AsyncEngine]) -> None:
+    for worker in workers:
+        worker.stop()
+    await asyncio.gather(*tasks)
+    for engine in engines:
+        await engine.stop()
 
 
 def test_a_request_that_ends_its_engine_is_found_among_healthy_ones(
@@ -221,11 +229,7 @@ def test_a_hung_engine_loses_its_requests_and_drops_them_when_it_wakes(
             await outside.add(f"r{number}", prompt(number))
         for number in range(4):
             assert (await outside.done(f"r{number}"))["metrics"]["attempts"] == 1
-        for worker in (first, second):
-            worker.stop()
-        await asyncio.gather(*tasks)
-        await hung.stop()
-        await other.stop()
+        await ended((first, second), tasks, (hung, other))
         await outside.assert_nothing_left()
 
     play(scenario())
@@ -267,11 +271,7 @@ def test_an_engine_whose_steps_are_long_by_nature_keeps_its_requests(
             await asyncio.sleep(0.3)  # a heartbeat, which sees that it has got on
         done = await outside.done("a", timeout=60)
         assert (done["state"], done["metrics"]["attempts"]) == ("completed", 1)
-        for worker in workers:
-            worker.stop()
-        await asyncio.gather(*tasks)
-        await slow.stop()
-        await other.stop()
+        await ended(workers, tasks, (slow, other))
         await outside.assert_nothing_left()
 
     play(scenario())
@@ -310,11 +310,7 @@ def test_a_first_step_of_many_tokens_is_no_hang(
         go.set()
         done = await outside.done("a")
         assert (done["state"], done["metrics"]["attempts"]) == ("completed", 1)
-        for worker in workers:
-            worker.stop()
-        await asyncio.gather(*tasks)
-        await slow.stop()
-        await other.stop()
+        await ended(workers, tasks, (slow, other))
         await outside.assert_nothing_left()
 
     play(scenario())

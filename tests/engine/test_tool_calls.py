@@ -11,7 +11,7 @@ import pytest
 from pagemill.engine.tool_calls import MARKERS, ToolCallReader, call_id, parser_of, read_calls
 from pagemill.engine.tool_pieces import gathered
 
-NAMES = ("get_weather", "add")
+TOOLS: dict[str, dict[str, Any]] = {"get_weather": {}, "add": {}}
 ULM = '{"town": "Ulm", "note": "a } \\" ] { b", "days": [1, {"x": {}}]}'
 
 
@@ -79,14 +79,14 @@ def pieces_of(text: str, seed: int) -> list[str]:
 
 
 def streamed(parser: Any, parts: list[str], **options: Any) -> tuple[str, list[tuple[str, str]]]:
-    reader = ToolCallReader(parser, NAMES, **options)
+    reader = ToolCallReader(parser, TOOLS, **options)
     text, calls = gathered([piece for part in parts for piece in reader.feed(part)] + reader.finish())
     return text, [(call.name, call.arguments) for call in calls]
 
 
 @pytest.mark.parametrize(("parser", "text", "left", "calls"), CALLS)
 def test_calls_are_found_however_the_text_is_cut(parser: Any, text: str, left: str, calls: Any) -> None:
-    whole, found = read_calls(parser, NAMES, text, parallel=True)
+    whole, found = read_calls(parser, TOOLS, text, parallel=True)
     assert (whole, [(call.name, call.arguments) for call in found]) == (left, calls)
     for seed in range(40):
         assert streamed(parser, pieces_of(text, seed)) == (left, calls), pieces_of(text, seed)
@@ -107,7 +107,7 @@ def test_only_the_first_call_is_told_where_one_is_allowed() -> None:
 
 def test_arguments_are_passed_on_as_they_are_written() -> None:
     """A client sees the name before the arguments are there, and no part of a marker ever."""
-    reader = ToolCallReader("hermes", NAMES)
+    reader = ToolCallReader("hermes", TOOLS)
     told = [reader.feed(character) for character in hermes(ONE)]
     first = next(number for number, pieces in enumerate(told) if pieces)
     begin, opened = told[first]
@@ -119,10 +119,10 @@ def test_arguments_are_passed_on_as_they_are_written() -> None:
 
 
 def test_ordinary_text_is_not_held_back() -> None:
-    reader = ToolCallReader("hermes", NAMES)
+    reader = ToolCallReader("hermes", TOOLS)
     assert [piece.text for piece in reader.feed("if a <")] == ["if a"]
     assert [piece.text for piece in reader.feed("b: ")] == [" <b:"]
-    json_answer = ToolCallReader("llama3_json", NAMES)
+    json_answer = ToolCallReader("llama3_json", TOOLS)
     assert [piece.text for piece in json_answer.feed('{"answer": ')] == ['{"answer":']
 
 

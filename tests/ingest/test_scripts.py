@@ -89,6 +89,17 @@ def done(seq: int, attempt: int = 1, state: str = "completed") -> bytes:
     return event(seq, attempt, "done", state=state)
 
 
+async def one_at_work(client: Client, *names: str) -> tuple[Engine, Engine, Entry]:
+    """Two engines that live, of which the first has begun a request."""
+    first, second = (Engine(client, name) for name in names)
+    await first.beat()
+    await second.beat()
+    await submit(client)
+    entry = await first.take()
+    await first.begin(entry)
+    return first, second, entry
+
+
 async def submit(client: Client, request_id: str = "a", **options: Any) -> scripts.SubmitReply:
     body = options.pop("body", b'{"prompt":"x"}')
     defaults: dict[str, Any] = {"priority": 1, "submission": request_id, "ttl_ms": 60_000, "tenant": "default"}
@@ -257,12 +268,7 @@ def test_one_call_writes_for_many_and_one_requests_trouble_harms_no_other(on_que
 
 def test_a_writer_that_was_taken_over_can_write_nothing(on_queue: Any) -> None:
     async def scenario(client: Client) -> None:
-        zombie, heir = Engine(client, "zombie"), Engine(client, "heir")
-        await zombie.beat()
-        await heir.beat()
-        await submit(client)
-        entry = await zombie.take()
-        await zombie.begin(entry)
+        zombie, heir, entry = await one_at_work(client, "zombie", "heir")
         await zombie.append(1, 0, [delta(1)])
         assert await heir.reap() == []
         await client.zrem(SHARD.heartbeats, "zombie")
@@ -568,12 +574,7 @@ def test_a_clock_that_was_set_makes_nobody_dead(on_queue: Any, ahead_ms: int) ->
     """All heartbeats are of another time, as after a sleep of the machine. Who beats again knows how far it is."""
 
     async def scenario(client: Client) -> None:
-        living, heir = Engine(client, "living"), Engine(client, "heir")
-        await living.beat()
-        await heir.beat()
-        await submit(client)
-        entry = await living.take()
-        await living.begin(entry)
+        _, heir, entry = await one_at_work(client, "living", "heir")
         for name in ("living", "heir"):
             await client.zincrby(SHARD.heartbeats, ahead_ms, name)
         assert await heir.reap() == []
@@ -587,12 +588,7 @@ def test_a_clock_that_was_set_makes_nobody_dead(on_queue: Any, ahead_ms: int) ->
 
 def test_deleted_heartbeats_make_nobody_dead(on_queue: Any) -> None:
     async def scenario(client: Client) -> None:
-        living, heir = Engine(client, "living"), Engine(client, "heir")
-        await living.beat()
-        await heir.beat()
-        await submit(client)
-        entry = await living.take()
-        await living.begin(entry)
+        _, heir, entry = await one_at_work(client, "living", "heir")
         await client.delete(SHARD.heartbeats)
         assert await heir.call(scripts.reap(SHARD, "heir", timeout_ms=60_000, count=9)) == []
         await heir.beat()
