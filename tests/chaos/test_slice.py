@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,11 @@ def test_every_request_is_answered_once_whatever_breaks() -> None:
 
 
 @pytest.mark.timeout(180)
-def test_whoever_reads_is_told_the_truth_or_a_named_error_when_a_master_fails(tmp_path: Path) -> None:
-    blows = ("master killed",)
-    run = run_company("sentinel", tmp_path, requests=2000, seed=20, duration_s=60, engines=1, blows=blows)
+@pytest.mark.parametrize(
+    ("deployment", "blows"),
+    [("sentinel", ["master killed"]), ("cluster", ["slot moved", "node killed", "slot moved"])],
+)
+def test_whoever_reads_is_told_the_truth_or_a_named_error(tmp_path: Path, deployment: str, blows: list[str]) -> None:
+    run = run_company(deployment, tmp_path, requests=2000, seed=20, duration_s=60, engines=1, blows=blows)
     counts = asyncio.run(run)
-    assert counts["master killed"] == 1 and counts["completed"] > 10
+    assert {name: counts[name] for name in blows} == Counter(blows) and counts["completed"] > 10
