@@ -78,6 +78,8 @@ async def read_overview(client: Client, keys: QueueKeys) -> Overview:
             counters[name.decode()] = counters.get(name.decode(), 0) + int(value)
         descriptions = dict(_pairs(descriptions))
         for owner, score in _pairs(beats):
+            if float(score) == 0:
+                continue  # it has left
             report = EngineReport(owner.decode(), now_s - float(score) / 1000, _read(descriptions.get(owner)))
             engines[report.name] = report
     delayed, letters, due, given_up = plain

@@ -117,8 +117,7 @@ local function refuse(base, group, now, stream, tenant, tokens, left_ms, timeout
     local requests = fields[priority + 1]
     if is_last then
       local key = base .. 'in:' .. priority
-      local pending = redis.pcall('XPENDING', key, group)
-      requests = math.max(requests, redis.call('XLEN', key) - (pending.err and 0 or pending[1]))
+      requests = math.max(requests, redis.call('XLEN', key) - (ask('XPENDING', key, group)[1] or 0))
     end
     waiting = waiting + requests
     if priority <= stream then

@@ -1,9 +1,10 @@
--- Takes over entries whose consumer has no fresh heartbeat (old, or of a time that the clock has not reached), and
--- delayed ones that are due; removes dead consumers that hold nothing any more. What may have ended its engine is first
--- put aside for a while.
+-- Takes over entries whose consumer has no fresh heartbeat (old, or of a time that the clock has not reached) or has left,
+-- and delayed ones that are due; removes dead consumers that hold nothing any more. What may have ended its engine is
+-- first put aside for a while. A consumer without a heartbeat is no dead one: somebody has deleted the list. It gets one,
+-- and with it the time to renew it.
 -- KEYS 1 heartbeats, 2 delayed entries, 3... input streams by priority
 -- ARGV 1 group, 2 owner, 3 heartbeat timeout ms, 4 entries at most, 5 key base, 6 first retry's delay ms,
---      7 "1": old heartbeats count (else only consumers without one: those have left),
+--      7 "1": old heartbeats count (else only of engines that have left),
 --      8 "1": only entries that are to end at once, being cancelled or past their deadline
 -- Replies the entries taken: {stream number, entry, {fields}} each
 -- include clock
@@ -76,15 +77,19 @@ local own = redis.call('ZSCORE', KEYS[1], owner)
 if not own then return taken end
 local knows = ARGV[7] == '1' and math.abs(now - tonumber(own)) <= timeout / 2
 
+local function is_dead(consumer)
+  if consumer == DELAYED then return true end
+  local beat = tonumber(redis.call('ZSCORE', KEYS[1], consumer))
+  if not beat then redis.call('ZADD', KEYS[1], now, consumer) return false end
+  return beat == LEFT or knows and math.abs(now - beat) > timeout
+end
+
 for stream = 0, #KEYS - 3 do
   local key = KEYS[3 + stream]
-  local consumers = redis.pcall('XINFO', 'CONSUMERS', key, group)
-  for _, info in ipairs(consumers.err and {} or consumers) do
+  for _, info in ipairs(ask('XINFO', 'CONSUMERS', key, group)) do
     local consumer = {}
     for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
-    local beat = redis.call('ZSCORE', KEYS[1], consumer.name)
-    local is_dead = not beat or knows and math.abs(now - tonumber(beat)) > timeout
-    if consumer.name ~= owner and is_dead then
+    if consumer.name ~= owner and is_dead(consumer.name) then
       if consumer.pending > 0 and left > 0 then
         for _, item in ipairs(redis.call('XPENDING', key, group, '-', '+', math.max(left, 16), consumer.name)) do
           if left > 0 and not (consumer.name == DELAYED and redis.call('ZSCORE', KEYS[2], stream .. ' ' .. item[1])) then
@@ -96,5 +101,8 @@ for stream = 0, #KEYS - 3 do
       if holds_nothing(key, group, consumer.name) then redis.call('XGROUP', 'DELCONSUMER', key, group, consumer.name) end
     end
   end
+end
+for _, engine in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], LEFT, LEFT)) do
+  if holds_nothing_of(KEYS, 3, group, engine) then redis.call('ZREM', KEYS[1], engine) end
 end
 return taken

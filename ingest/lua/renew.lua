@@ -8,17 +8,13 @@
 local now = server_ms()
 local before = redis.call('ZSCORE', KEYS[1], ARGV[1])
 if before and math.abs(now - tonumber(before)) < 60000 then -- else all may be old: this machine slept, or the clock was set
-  for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now - 3600000, 'LIMIT', 0, 100)) do
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(0', now - 3600000, 'LIMIT', 0, 100)) do
     redis.call('ZREM', KEYS[1], name)
     redis.call('HDEL', KEYS[2], name)
   end
 end
 redis.call('UNLINK', KEYS[3]) -- first, since a full server lets through what has freed something: engines must not seem dead
 redis.call('ZADD', KEYS[1], now, ARGV[1])
-if not before and redis.call('HEXISTS', KEYS[2], ARGV[1]) == 1 then
-  -- Somebody has deleted the heartbeats. Without one an engine counts as gone: those who live need time to beat again.
-  for _, name in ipairs(redis.call('HKEYS', KEYS[2])) do redis.call('ZADD', KEYS[1], 'NX', now, name) end
-end
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 if ARGV[3] then
   redis.call('SADD', KEYS[3], unpack(ARGV, 3))

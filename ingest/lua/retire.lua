@@ -1,8 +1,10 @@
--- Takes an engine that stops off the lists. What is still pending under its name is adopted by the others at once.
+-- Takes an engine that stops off the lists. What is still pending under its name is adopted by the others at once: until
+-- then its heartbeat says that it has left.
 -- KEYS 1 heartbeats, 2 engines, 3 names of the prompt beginnings that it has, 4 what it is told, 5... input streams
 -- ARGV 1 group, 2 owner
 -- include entries
 redis.call('ZREM', KEYS[1], ARGV[2])
+if not holds_nothing_of(KEYS, 5, ARGV[1], ARGV[2]) then redis.call('ZADD', KEYS[1], LEFT, ARGV[2]) end
 redis.call('HDEL', KEYS[2], ARGV[2])
 redis.call('UNLINK', KEYS[3], KEYS[4])
 for i = 5, #KEYS do

@@ -271,7 +271,7 @@ def test_a_writer_that_was_taken_over_can_write_nothing(on_queue: Any) -> None:
         zombie, heir, entry = await one_at_work(client, "zombie", "heir")
         await zombie.append(1, 0, [delta(1)])
         assert await heir.reap() == []
-        await client.zrem(SHARD.heartbeats, "zombie")
+        await client.zadd(SHARD.heartbeats, {"zombie": 1})
         assert await heir.reap() == [entry]
         begun = await heir.begin(entry)
         assert isinstance(begun, scripts.BeginReply)
@@ -458,7 +458,7 @@ def test_a_deadline_is_seen_by_every_script_that_goes_on_with_a_request(on_queue
         await submit(client, "d")
         assert await client.hget(SHARD.record("c"), "state") == b"expired"
         # The engine dies. What it ran had no token since `b` was begun, and would wait for its retry; not past its end.
-        await client.zrem(SHARD.heartbeats, "e1")
+        await client.zadd(SHARD.heartbeats, {"e1": 1})
         assert await heir.reap(ending_only=True, retry_delay_ms=30_000) == entries
         taken = await heir.begin(entries[0], "a")
         assert isinstance(taken, scripts.BeginReply) and taken.now > taken.deadline
@@ -498,9 +498,12 @@ def test_adopting_is_bounded_and_passes_over_what_was_deleted(on_queue: Any) -> 
             await submit(client, f"r{number}")
             entry = await dead.take()
         await client.xdel(SHARD.streams[1], entry.entry_id)
+        await dead.call(scripts.retire(SHARD, "dead"))
         first = await heir.reap(count=2)
+        assert await client.zscore(SHARD.heartbeats, "dead") == 0
         rest = await heir.reap(count=2)
         assert (len(first), len(rest)) == (2, 1)
+        assert await client.zscore(SHARD.heartbeats, "dead") is None, "nothing of it is left"
         pending = await client.xpending(SHARD.streams[1], GROUP)
         assert pending["consumers"] == [{"name": b"heir", "pending": 3}]
 
@@ -586,11 +589,16 @@ def test_a_clock_that_was_set_makes_nobody_dead(on_queue: Any, ahead_ms: int) ->
     on_queue(scenario)
 
 
-def test_deleted_heartbeats_make_nobody_dead(on_queue: Any) -> None:
+@pytest.mark.parametrize("name", ["heir", "newcomer"])
+@pytest.mark.parametrize("lists", [[SHARD.heartbeats], [SHARD.heartbeats, SHARD.engines]], ids=["hb", "hb and engines"])
+def test_deleted_heartbeats_make_nobody_dead(on_queue: Any, lists: list[str], name: str) -> None:
+    """Neither to an engine that was there nor to one that comes now."""
+
     async def scenario(client: Client) -> None:
-        _, heir, entry = await one_at_work(client, "living", "heir")
-        await client.delete(SHARD.heartbeats)
-        assert await heir.call(scripts.reap(SHARD, "heir", timeout_ms=60_000, count=9)) == []
+        _, other, entry = await one_at_work(client, "living", "heir")
+        heir = other if name == "heir" else Engine(client, name)
+        await client.delete(*lists)
+        assert await heir.call(scripts.reap(SHARD, name, timeout_ms=60_000, count=9)) == []
         await heir.beat()
         assert await heir.reap() == [], "it has not had the time to beat again"
         await client.zincrby(SHARD.heartbeats, -120_000, "living")
