@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagemill.engine.errors import RequestError, invalid
+from pagemill.engine.reasoning import ReasoningParserSetting
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tool_calls import ToolParserSetting
@@ -23,6 +24,7 @@ class Limits:
     max_num_seqs: int
     eos_token_ids: tuple[int, ...] = ()
     tool_call_parser: ToolParserSetting = "auto"
+    reasoning_parser: ReasoningParserSetting = "auto"
 
 
 def resolve_max_tokens(prompt_tokens: int, params: SamplingParams, limits: Limits) -> int:

@@ -101,6 +101,7 @@ def build(config: EngineConfig, progress: Progress = no_progress) -> EngineParts
         max_num_seqs=min(config.max_num_seqs, runner.max_num_batched_tokens),
         eos_token_ids=info.eos_token_ids,
         tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
     core = EngineCore(scheduler, runner, tokenizer, info.eos_token_ids)
     compiler = None if tokenizer is None else GrammarCompiler(tokenizer, spec.vocab_size, info.eos_token_ids)

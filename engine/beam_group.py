@@ -106,6 +106,7 @@ class BeamGroup(Group):
         )
         own = Request(self.request_id, self._first.prompt_token_ids, params, 0, len(beam.token_ids), index=index)
         own.tool_parser = self._first.tool_parser
+        own.reasoning_parser = self._first.reasoning_parser
         processor = OutputProcessor(self._tokenizer, own, ())
         shown = beam.token_ids[:-1] if beam.ended else beam.token_ids
         for token_id in shown:
@@ -120,6 +121,7 @@ class BeamGroup(Group):
             finish_reason="stop" if beam.ended else "length",
             stop_reason=last if beam.ended and last not in self._eos_token_ids else None,
             cumulative_logprob=beam.logprob,
+            reasoning_tokens=processor.reasoning_tokens,
         )
 
     def _release(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from pagemill.engine.chat import Chat, map_strings, strings
 from pagemill.engine.encoding import encode, encode_inner
 from pagemill.engine.errors import invalid
+from pagemill.engine.reasoning import ReasoningParserName, reasoning_parser_of
 from pagemill.engine.tool_calls import ToolParserName, parser_of
 from pagemill.engine.tool_prompt import knows_tools, with_tools
 
@@ -40,6 +41,7 @@ class ChatTemplate:
         self._normalizer = backend.normalizer
         source = _source(transformers_tokenizer.chat_template)
         self._tool_parser = parser_of(source) if knows_tools(source) else "hermes"
+        self._reasoning_parser = reasoning_parser_of(source)
         added = backend.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token.special}
         written = {
@@ -64,6 +66,11 @@ class ChatTemplate:
         """How the model writes calls of tools. One whose template knows no tools is told to write them as Hermes does.
         None: in a way that is not known here."""
         return self._tool_parser
+
+    @property
+    def reasoning_parser(self) -> ReasoningParserName | None:
+        """How the model writes its reasoning; None: in a way that is not known here, or it has none."""
+        return self._reasoning_parser
 
     @property
     def exists(self) -> bool:

@@ -8,6 +8,7 @@ from os import PathLike, fspath
 from typing import Any, Literal
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.reasoning import REASONING_PARSERS, ReasoningParserSetting
 from pagemill.engine.tool_calls import PARSERS, ToolParserSetting
 from pagemill.engine.values import as_integer, as_number, shown
 
@@ -80,6 +81,10 @@ class EngineConfig:
         "auto",
         f"how the model writes calls of tools: {', '.join(PARSERS)}, none, or auto (by its chat template)",
     )
+    reasoning_parser: ReasoningParserSetting = _setting(
+        "auto",
+        f"how the model writes its reasoning: {', '.join(REASONING_PARSERS)}, none, or auto (by its chat template)",
+    )
     skip_tokenizer_init: bool = _setting(False, "serve token ids only, without a tokenizer")
     threads: int | None = _setting(None, "CPU threads of the model; default: the cores this process may use")
     cache_dir: str | None = _setting(None, "converted models and compiled kernels; default ~/.cache/pagemill")
@@ -92,6 +97,7 @@ class EngineConfig:
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority", "fair"))
         _one_of("admission", self.admission, ("optimistic", "reserve"))
         _one_of("tool_call_parser", self.tool_call_parser, ("auto", "none", *PARSERS))
+        _one_of("reasoning_parser", self.reasoning_parser, ("auto", "none", *REASONING_PARSERS))
         for name in ("model", "served_model_name", "cache_dir"):
             self._keep(name, _text(name, getattr(self, name)))
         for name in ("enable_prefix_caching", "skip_tokenizer_init"):

@@ -18,6 +18,7 @@ from pagemill.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill.engine.grammar import Grammar
+    from pagemill.engine.reasoning_gate import GatedGrammar
 
 Ids = npt.NDArray[np.int32]
 
@@ -36,7 +37,7 @@ class LogitRules:
     ends: Ids
     bad_words: BadWords
     counted: bool
-    grammar: Grammar | None
+    grammar: Grammar | GatedGrammar | None
 
     @classmethod
     def of(
@@ -45,7 +46,7 @@ class LogitRules:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         bad_sequences: Sequence[tuple[int, ...]] = (),
-        grammar: Grammar | None = None,
+        grammar: Grammar | GatedGrammar | None = None,
     ) -> LogitRules | None:
         """The rules of checked parameters; None where every logit stays as the model made it."""
         ends = (

@@ -17,6 +17,7 @@ from pagemill.engine.errors import RequestError
 
 if TYPE_CHECKING:
     from pagemill.engine.grammar import Grammar, Matcher
+    from pagemill.engine.reasoning_gate import GatedGrammar, GatedMatcher
 
 
 class TokenCounts:
@@ -96,14 +97,19 @@ class LogitsState:
 
     __slots__ = ("counts", "failure", "matcher")
 
-    def __init__(self, counts: TokenCounts | None, matcher: Matcher | None) -> None:
+    def __init__(self, counts: TokenCounts | None, matcher: Matcher | GatedMatcher | None) -> None:
         self.counts = counts
         self.matcher = matcher
         self.failure: RequestError | None = None  # of the grammar: the sequence can go no further
 
     @classmethod
     def begin(
-        cls, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int], *, counted: bool, grammar: Grammar | None
+        cls,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        *,
+        counted: bool,
+        grammar: Grammar | GatedGrammar | None,
     ) -> LogitsState | None:
         """The state behind these tokens; None where the request asks for nothing that needs one.
 

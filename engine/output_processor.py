@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pagemill.engine.detokenizer import Detokenizer
 from pagemill.engine.errors import invalid
+from pagemill.engine.reasoning import ReasoningReader
 from pagemill.engine.request import Request
 from pagemill.engine.stopping import Finish, StopChecker, StopStrings
 from pagemill.engine.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ class OutputProcessor:
 
     Made for a request that already has `output_token_ids`, it is in the state of the processor that saw those tokens
     and whose text was taken: `text_length` says how much. `finished` is set if they already ended the sequence.
+    `reasoning_tokens`: how many of the tokens are reasoning, its markers with them.
 
     Raises `invalid_request` where stop strings are asked for and there is no tokenizer to find them with.
     """
@@ -32,11 +34,13 @@ class OutputProcessor:
         "_flushed",
         "_include_stop",
         "_ready",
+        "_reasoning",
         "_stop_names",
         "_stops",
         "_tail",
         "_text_length",
         "finished",
+        "reasoning_tokens",
     )
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request, eos_token_ids: Sequence[int]) -> None:
@@ -49,11 +53,13 @@ class OutputProcessor:
                 tokenizer,
                 request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
-                kept=tokenizer.marker_ids(request.tool_parser),
+                kept=tokenizer.marker_ids(request.tool_parser, request.reasoning_parser),
             )
             if tokenizer is not None
             else None
         )
+        self._reasoning = None if request.reasoning_parser is None else ReasoningReader(request.reasoning_parser)
+        self.reasoning_tokens = 0
         self._stops = StopStrings(tuple(params.stop)) if params.stop else None
         self._stop_names: dict[int, str] = {}
         if params.stop and tokenizer is not None and params.skip_special_tokens:
@@ -80,7 +86,10 @@ class OutputProcessor:
         assert self.finished is None, "a token after the end"
         finish = self._checker.append(token_id)
         if self._detokenizer is not None and (finish is None or self._include_stop):
-            finish = self._add_text(self._detokenizer.append(token_id)) or finish
+            text = self._detokenizer.append(token_id)
+            if self._reasoning is not None:
+                self._count(self._reasoning, text)
+            finish = self._add_text(text) or finish
         if finish is None and token_id in self._stop_names and self._checker.may_stop:
             finish = Finish("stop", self._stop_names[token_id])
         if finish is None and self._checker.is_full:
@@ -100,6 +109,15 @@ class OutputProcessor:
     def finish(self) -> None:
         """End the text from outside (a cancelled request): what was held back becomes final. May be called twice."""
         self._flush()
+
+    def _count(self, reasoning: ReasoningReader, text: str) -> None:
+        """Count the last token, which brought this text, if it is reasoning."""
+        was_inside = reasoning.is_inside
+        reasoning.feed(text)
+        if was_inside or reasoning.is_inside:
+            self.reasoning_tokens = self._checker.num_tokens
+        if reasoning.is_over:
+            self._reasoning = None
 
     def _flush(self) -> Finish | None:
         """Release held text; the replacement character of half a character may complete a stop string."""

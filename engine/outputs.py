@@ -51,6 +51,7 @@ class SequenceOutput:
     `finish_reason`; the last of the request is `final` and has `metrics`, and with "error" also `error`.
     `cumulative_logprob`: of a finished beam. `logprobs`: one for each of `token_ids`, where the request asks for them;
     `prompt_logprobs`: one for each prompt token (none for the first), with the request's first token.
+    `reasoning_tokens`: those of the choice so far that are reasoning, its markers with them.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class SequenceOutput:
     started: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    reasoning_tokens: int = 0
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None

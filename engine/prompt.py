@@ -10,8 +10,10 @@ from typing import cast
 from pagemill.engine.admission import Limits, check_prompt, check_request, resolve_max_tokens
 from pagemill.engine.chat import Chat
 from pagemill.engine.errors import RequestError, invalid
-from pagemill.engine.grammar import GrammarCompiler
+from pagemill.engine.grammar import Grammar, GrammarCompiler
 from pagemill.engine.logit_rules import LogitRules
+from pagemill.engine.reasoning import FORMS, ReasoningParserName, in_prompt
+from pagemill.engine.reasoning_gate import GatedGrammar, ReasoningGate
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.structured_outputs import StructuredOutputs
@@ -28,6 +30,7 @@ class TokenIds:
 
 
 _CHARACTERS = 16  # for each token of the context: the text that is counted before the rest
+_LAST_TOKENS = 32  # of a prompt, in which the beginning of an answer is looked for
 Prompt = str | TokenIds | Chat
 
 
@@ -106,6 +109,8 @@ def make_request(
     )
     check_request(request, limits)
     structure = params.structure
+    if isinstance(prompt, Chat) and tokenizer is not None:
+        request.reasoning_parser = _reasoning_parser(prompt, token_ids, tokenizer, limits)
     if isinstance(prompt, Chat) and prompt.choice is not None and tokenizer is not None:
         request.tool_parser = _tool_parser(tokenizer, limits)
         forced = prompt.choice.structure(prompt.tools or ())
@@ -113,8 +118,21 @@ def make_request(
             if params.ignore_eos:
                 raise invalid("ignore_eos cannot be combined with a tool_choice that forces a call", "ignore_eos")
             request.tool_parser, structure = "json", forced
-    request.rules = _rules(params, structure, limits, tokenizer, compiler)
+    request.rules = _rules(params, structure, limits, tokenizer, compiler, request.reasoning_parser)
     return request
+
+
+def _reasoning_parser(
+    chat: Chat, token_ids: Sequence[int], tokenizer: Tokenizer, limits: Limits
+) -> ReasoningParserName | None:
+    """The form of the reasoning that is to come, by the model and by what its turn begins with."""
+    chosen = tokenizer.reasoning_parser if limits.reasoning_parser == "auto" else limits.reasoning_parser
+    if chosen is None or chosen == "none":
+        return None
+    if chat.continue_final_message:
+        return in_prompt(chosen, chat.messages[-1]["content"])
+    end = tokenizer.decode(token_ids[-_LAST_TOKENS:], skip_special_tokens=False).rstrip()
+    return in_prompt(chosen, next((marker for marker in FORMS[chosen].markers if end.endswith(marker)), ""))
 
 
 def _tool_parser(tokenizer: Tokenizer, limits: Limits) -> ToolParserName | None:
@@ -130,12 +148,15 @@ def _rules(
     limits: Limits,
     tokenizer: Tokenizer | None,
     compiler: GrammarCompiler | None,
+    reasoning_parser: ReasoningParserName | None,
 ) -> LogitRules | None:
-    grammar = None
+    grammar: Grammar | GatedGrammar | None = None
     if structure is not None:
         if compiler is None:
             raise invalid("structured_outputs need a tokenizer, and this engine runs without one", "structured_outputs")
         grammar = compiler.compile(structure)
+        if reasoning_parser is not None and tokenizer is not None:
+            grammar = GatedGrammar(grammar, ReasoningGate.of(tokenizer, reasoning_parser))
     bad_sequences: list[tuple[int, ...]] = []
     if params.bad_words:
         if tokenizer is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pagemill.engine.block_table import BlockTable
 from pagemill.engine.logit_rules import LogitRules
 from pagemill.engine.logits_state import LogitsState
+from pagemill.engine.reasoning import ReasoningParserName
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.tool_calls import ToolParserName
 
@@ -44,6 +45,7 @@ class Request:
     is_reserved: bool = False  # runs with its whole need promised, so it never gives way
     output_token_ids: list[int] = field(default_factory=list)
     tool_parser: ToolParserName | None = None  # how calls of tools are written in its text, where it has tools
+    reasoning_parser: ReasoningParserName | None = None  # how reasoning stands in front of its answer, where it may
     rules: LogitRules | None = None  # what its parameters change in its logits
     logits_state: LogitsState | None = None  # what its tokens change in them
     num_told_logprobs: int = 0  # leading prompt tokens whose log-probabilities were told, where they are wanted

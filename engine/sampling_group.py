@@ -180,6 +180,7 @@ class SamplingGroup(Group):
             token_ids=token_ids,
             text=processor.take_text(),
             text_offset=text_offset,
+            reasoning_tokens=processor.reasoning_tokens,
         )
 
     def _end(self, sequence: Request, output: SequenceOutput, reason: FinishReason) -> SequenceOutput:

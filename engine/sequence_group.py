@@ -85,6 +85,7 @@ class Group:
             top=origin.top,
             output_token_ids=list(origin.output_token_ids),
             tool_parser=origin.tool_parser,
+            reasoning_parser=origin.reasoning_parser,
             rules=origin.rules,
             logits_state=None if origin.logits_state is None else origin.logits_state.fork(),
         )

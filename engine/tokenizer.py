@@ -13,6 +13,7 @@ from pagemill.engine.chat_template import ChatTemplate
 from pagemill.engine.encoding import encode, encode_inner
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.plain_tokenizer import PLAIN_CLASSES, PlainTokenizer, read_plain
+from pagemill.engine.reasoning import FORMS, ReasoningParserName
 from pagemill.engine.token_bytes import TokenBytes
 from pagemill.engine.tool_calls import MARKERS, ToolParserName
 
@@ -64,9 +65,16 @@ class Tokenizer:
         """How this model writes calls of tools, by its template; None where it is not one of the known ways."""
         return self._template.tool_parser
 
-    def marker_ids(self, parser: ToolParserName | None) -> frozenset[int]:
-        """Special tokens that mark a call of a tool."""
-        markers = () if parser is None else MARKERS[parser]
+    @property
+    def reasoning_parser(self) -> ReasoningParserName | None:
+        """How this model writes its reasoning, by its template; None where it is not one of the known ways."""
+        return self._template.reasoning_parser
+
+    def marker_ids(self, tools: ToolParserName | None, reasoning: ReasoningParserName | None) -> frozenset[int]:
+        """Special tokens that mark a call of a tool, or reasoning."""
+        markers = () if tools is None else MARKERS[tools]
+        if reasoning is not None:
+            markers += FORMS[reasoning].markers
         return frozenset(self.special_token_ids[name] for name in markers if name in self.special_token_ids)
 
     @property

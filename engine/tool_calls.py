@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from pagemill.engine import tool_pythonic, tool_xml
 from pagemill.engine.tool_blocks import BlockReader
 from pagemill.engine.tool_json import JSON_FORMS, JsonReader
-from pagemill.engine.tool_pieces import Piece, Telling, ToolCall, gathered
+from pagemill.engine.tool_pieces import Piece, Telling
 
 _Form = Literal[
     "hermes",
@@ -108,15 +108,3 @@ class ToolCallReader:
     def finish(self) -> list[Piece]:
         """The text has ended: what was held back is text after all. A forced call that has not begun is left out."""
         return self._reader.finish()
-
-
-def read_calls(
-    parser: ToolParserName,
-    tools: Mapping[str, Mapping[str, Any]],
-    text: str,
-    *,
-    parallel: bool,
-) -> tuple[str, list[ToolCall]]:
-    """The text and the calls of a whole answer."""
-    reader = ToolCallReader(parser, tools, parallel=parallel)
-    return gathered([*reader.feed(text), *reader.finish()])

@@ -1,4 +1,4 @@
-"""What an answer with tool calls is made of: text, and calls with their arguments, piece by piece."""
+"""What an answer is made of: reasoning, text, and calls of tools with their arguments, piece by piece."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ SPACE = " \t\r\n"
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What an answer goes on with. `index` is None for text; else the number of the call that begins, if `name` is
-    set, or whose arguments go on."""
+    set, or whose arguments go on. `is_reasoning`: the text is the model's reasoning and not its answer."""
 
     text: str = ""
     index: int | None = None
     name: str | None = None
+    is_reasoning: bool = False
 
 
 @dataclass(slots=True)

@@ -112,8 +112,15 @@ class Transcript:
 
     seq: int = 0
     tool_parser: str | None = None  # how calls of tools stand in the texts, where the request has tools
+    reasoning_parser: str | None = None  # how reasoning stands in front of the answers, where there may be some
     choices: dict[int, ChoiceTranscript] = field(default_factory=dict)
     done: Mapping[str, Any] | None = None
+
+    @property
+    def parsers(self) -> dict[str, str]:
+        """How the texts are read, as far as there is something to read."""
+        names = {"tool_parser": self.tool_parser, "reasoning_parser": self.reasoning_parser}
+        return {field: name for field, name in names.items() if name is not None}
 
     def choice(self, index: int) -> ChoiceTranscript:
         return self.choices.setdefault(index, ChoiceTranscript())
@@ -123,7 +130,7 @@ class Transcript:
         self.seq = item["seq"]
         kind = item["type"]
         if kind == "started":
-            self.tool_parser = item.get("tool_parser")
+            self.tool_parser, self.reasoning_parser = item.get("tool_parser"), item.get("reasoning_parser")
         elif kind == "delta":
             choice = self.choice(item["index"])
             choice.extend(item["token_ids"], item["text"], item.get("logprobs"))
@@ -177,7 +184,7 @@ class Transcript:
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 **({} if choice.logprob_entries is None else {"logprobs": _json_list(choice.logprob_entries)}),
-                **({} if self.tool_parser is None else {"tool_parser": self.tool_parser}),
+                **self.parsers,
                 **({} if choice.prompt_logprobs is None else {"prompt_logprobs": choice.prompt_logprobs}),
             }
             for index, choice in sorted(self.choices.items())

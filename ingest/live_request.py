@@ -83,6 +83,7 @@ class LiveRequest:
     _logprobs: defaultdict[int, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list), init=False)
     _prompt_logprobs: list[dict[str, Any] | None] | None = field(default=None, init=False)
     _text: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _reasoning_tokens: dict[int, int] = field(default_factory=dict, init=False)
     _untold: dict[int, Told] = field(default_factory=dict, init=False)
     _final_events: int = field(default=0, init=False)
     _started_seq: int = field(default=0, init=False)
@@ -155,6 +156,8 @@ class LiveRequest:
             self._prompt_logprobs = [None if position is None else position.to_dict() for position in told]
         if output.text:
             self._text[output.index].append(output.text)
+        if output.reasoning_tokens:
+            self._reasoning_tokens[output.index] = output.reasoning_tokens
         if output.finish_reason is None:
             return
         choice = self.transcript.choice(output.index)
@@ -179,9 +182,7 @@ class LiveRequest:
             return
         if self._started:
             self._started = False
-            parser = self.transcript.tool_parser
-            extra = {} if parser is None else {"tool_parser": parser}
-            self._add("started", model=self.model, created=self.begun.created, **extra)
+            self._add("started", model=self.model, created=self.begun.created, **self.transcript.parsers)
             self._started_seq = self.begun.seq + len(self._events)
         if self.streams or self.ending is not None:
             for index in sorted(self._token_ids.keys() | self._text.keys() | self._untold.keys()):
@@ -336,11 +337,14 @@ class LiveRequest:
 
     def _usage(self) -> dict[str, int]:
         metrics = self.ending.metrics if self.ending is not None else None
-        return {
+        usage = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self._num_tokens,
             "cached_tokens": 0 if metrics is None else metrics.cached_tokens,
         }
+        if self.transcript.reasoning_parser is not None:
+            usage["reasoning_tokens"] = sum(self._reasoning_tokens.values())
+        return usage
 
     def _metrics(self) -> dict[str, Any]:
         """The engine's bill, its times counted from acceptance: the wait in the stream is part of them."""

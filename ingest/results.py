@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from pagemill.engine.errors import ErrorCode, RequestError
+from pagemill.engine.reasoning import ReasoningParserName
 from pagemill.engine.tool_calls import ToolParserName
 from pagemill.ingest.events import Transcript
 
@@ -32,8 +33,8 @@ class Delta:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One finished choice. `logprobs` as in `Delta`; `prompt_logprobs` has one for each prompt token, none for the
-    first, and only the first choice has it. `tool_parser`: where the request has tools, how calls of them are written
-    in the text; `pagemill.engine.tool_calls.read_calls` reads them."""
+    first, and only the first choice has it. `tool_parser`, `reasoning_parser`: how calls of tools and the model's
+    reasoning are written in the text, where there may be some; `pagemill.engine.answer_reader` reads them."""
 
     index: int
     text: str
@@ -43,6 +44,7 @@ class Choice:
     logprobs: list[dict[str, Any]] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     tool_parser: ToolParserName | None = None
+    reasoning_parser: ReasoningParserName | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class Starter:
             seed=live.begun.seed,
         )
         live.transcript.tool_parser = request.tool_parser
+        live.transcript.reasoning_parser = request.reasoning_parser
         live.prompt_tokens = len(request.prompt_token_ids)
         if self._held is not None:
             self._held.learn(live.beginnings, request)

@@ -11,8 +11,10 @@ from typing import Any
 
 from pagemill.adapters.http.openai_fields import Asked
 from pagemill.adapters.http.openai_logprobs import CompletionLogprobs, chat_content, joined
-from pagemill.adapters.http.openai_tools import ToolDeltas, message_of
+from pagemill.adapters.http.openai_messages import MessageReader
 from pagemill.engine.errors import RequestError
+from pagemill.engine.reasoning import ReasoningParserName
+from pagemill.engine.tool_calls import ToolParserName
 from pagemill.ingest.results import Choice, Result
 from pagemill.ingest.subscription import Event
 
@@ -21,15 +23,15 @@ Chunk = dict[str, Any]
 
 def usage_of(usages: Sequence[Mapping[str, int]], *, no_tokens: bool = False) -> dict[str, Any]:
     """OpenAI's usage of several requests together."""
-    prompt, completion, cached = (
-        sum(usage.get(name, 0) for usage in usages) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
-    )
+    names = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
+    prompt, completion, cached, reasoning = (sum(usage.get(name, 0) for usage in usages) for name in names)
     completion = 0 if no_tokens else completion
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
@@ -148,13 +150,23 @@ class ChatAnswer(Answer):
 
     def __init__(self, asked: Asked, request_id: str, created_ms: int) -> None:
         super().__init__(asked, request_id, created_ms)
-        self._tools: dict[int, ToolDeltas] = {}
+        self._readers: dict[int, MessageReader] = {}
 
     def _start(self, number: int, event: Event) -> list[Chunk]:
-        choice, parser = self.asked.tool_choice, event.get("tool_parser")
-        if choice is not None and parser is not None and not self._tools:
-            self._tools = {index: ToolDeltas(parser, choice, self._request_id, index) for index in range(self.asked.n)}
+        reasoning, tools = event.get("reasoning_parser"), event.get("tool_parser")
+        if not self._readers and (reasoning is not None or (tools is not None and self.asked.tool_choice is not None)):
+            self._readers = {index: self._reader(reasoning, tools, index) for index in range(self.asked.n)}
         return super()._start(number, event)
+
+    def _reader(self, reasoning: ReasoningParserName | None, tools: ToolParserName | None, index: int) -> MessageReader:
+        return MessageReader(
+            reasoning,
+            tools,
+            self.asked.tool_choice,
+            shows_reasoning=self.asked.include_reasoning,
+            request_id=self._request_id,
+            index=index,
+        )
 
     def _first(self, number: int) -> list[Chunk]:
         choice = self.asked.tool_choice
@@ -167,8 +179,8 @@ class ChatAnswer(Answer):
     def _delta(self, number: int, index: int, event: Event) -> list[Chunk]:
         entries = event.get("logprobs") if self.asked.logprobs else None
         extras = self._extras(event, is_end=False)
-        tools = self._tools.get(index)
-        deltas = [{"content": event["text"]}] if tools is None else tools.feed(event["text"])
+        reader = self._readers.get(index)
+        deltas = [{"content": event["text"]}] if reader is None else reader.feed(event["text"])
         if not (event["text"] and deltas) and not entries and not extras:
             return []
         logprobs = {"content": chat_content(entries), "refusal": None} if entries else None
@@ -177,18 +189,16 @@ class ChatAnswer(Answer):
         return [self._chunk(part) for part in parts]
 
     def _end(self, index: int, event: Event) -> list[Chunk]:
-        tools, end = self._tools.get(index), event["finish_reason"]
-        rest = [] if tools is None else tools.finish()
-        if tools is not None and tools.has_calls and end == "stop":
+        reader, end = self._readers.get(index), event["finish_reason"]
+        rest = [] if reader is None else reader.finish()
+        if reader is not None and reader.has_calls and end == "stop":
             end = "tool_calls"
         last = {**self._part(index, {}, end=end), **self._extras(event)}
         return [self._chunk(part) for part in (*(self._part(index, delta) for delta in rest), last)]
 
     def _choice(self, number: int, index: int, choice: Choice, result: Result) -> dict[str, Any]:
         logprobs = {"content": chat_content(choice.logprobs or ()), "refusal": None} if self.asked.logprobs else None
-        said: dict[str, Any] = {"content": choice.text}
-        if choice.tool_parser is not None and self.asked.tool_choice is not None:
-            said = message_of(choice.tool_parser, self.asked.tool_choice, choice.text, self._request_id, index)
+        said = self._reader(choice.reasoning_parser, choice.tool_parser, index).message(choice.text)
         return {
             "index": index,
             "message": {"role": "assistant", "refusal": None, **said},

@@ -55,8 +55,8 @@ class Asked:
     """What a body asks for. `bodies`: one request of the queue for each prompt, without model and tenant.
 
     `n`: choices of each prompt. `echoed`: the prompts' texts, in front of each answer. `no_tokens`: only the echo is
-    wanted. `logprobs`, `token_ids`, `prompt_logprobs`: these are shown. `model`: as asked for. `tool_choice`: what the
-    answer may do with the tools that it has.
+    wanted. `logprobs`, `token_ids`, `prompt_logprobs`: these are shown; `include_reasoning`: so is the model's
+    reasoning. `model`: as asked for. `tool_choice`: what the answer may do with the tools that it has.
     """
 
     bodies: list[dict[str, Any]]
@@ -70,6 +70,7 @@ class Asked:
     echoed: list[str] | None = None
     no_tokens: bool = False
     tool_choice: ToolChoice | None = None
+    include_reasoning: bool = True
 
 
 def read_completion(body: Mapping[str, Any]) -> Asked:
@@ -109,7 +110,7 @@ def read_completion(body: Mapping[str, Any]) -> Asked:
 def read_chat(body: Mapping[str, Any]) -> Asked:
     """A body of `/v1/chat/completions`. Raises `RequestError` naming the field."""
     own = (*CHAT_FIELDS, "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens", "echo", "best_of")
-    common, fields = _split(body, own=own)
+    common, fields = _split(body, own=(*own, "include_reasoning"))
     if body.get("messages") is None:
         raise invalid("messages is needed", "messages")
     if _flag("echo", body.get("echo")):
@@ -144,6 +145,8 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
         token_ids=fields.get("token_ids") is True,
         prompt_logprobs=fields.get("prompt_logprobs") is not None,
         tool_choice=tool_choice,
+        include_reasoning=body.get("include_reasoning") is None
+        or _flag("include_reasoning", body["include_reasoning"]),
     )
 
 

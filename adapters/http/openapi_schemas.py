@@ -201,6 +201,7 @@ CHAT_COMPLETION = closed(
         "logprobs": BOOLEAN,
         "top_logprobs": integer(0, MAX_LOGPROBS),
         "echo": {"enum": [False, None]},
+        "include_reasoning": BOOLEAN,
         "best_of": integer(1, MAX_CHOICES),
     },
     "messages",

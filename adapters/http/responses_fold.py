@@ -80,7 +80,7 @@ def ended_response(
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": usage.get("cached_tokens", 0), "cache_write_tokens": 0},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.get("reasoning_tokens", 0)},
         "total_tokens": prompt + completion,
     }
     return response_object(request_id, note, **changes)
@@ -113,7 +113,8 @@ class ResponseFold:
             self._has_begun = True
             response = response_object(self._id, self._note, status="in_progress")
             found.append(self._event("response.in_progress", response=response))
-            self._items = OutputItems(self._id, event.get("tool_parser"), tool_choice_of(self._note))
+            parsers = event.get("reasoning_parser"), event.get("tool_parser")
+            self._items = OutputItems(self._id, *parsers, tool_choice_of(self._note))
         if kind == "delta" and self._items is not None:
             found += [self._event(**item) for item in self._items.add(event["text"])]
         elif kind == "choice" and self._items is not None and self._finish_reason is None:

@@ -1,4 +1,4 @@
-"""Items of a response: messages and calls of tools, on their way in and on their way out.
+"""Items of a response: reasoning, messages and calls of tools, on their way in and on their way out.
 
 Out: `OutputItems` makes items of the text that a request generates, together with the events that tell of them. In: the
 items of earlier answers, and results of tools, become the messages of a chat.
@@ -9,20 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pagemill.engine.answer_reader import AnswerReader
 from pagemill.engine.chat import Chat
 from pagemill.engine.errors import invalid
-from pagemill.engine.tool_calls import ToolCallReader, ToolParserName, call_id
+from pagemill.engine.reasoning import ReasoningParserName
+from pagemill.engine.tool_calls import ToolParserName, call_id
 from pagemill.engine.tool_choice import ToolChoice
 from pagemill.engine.tool_pieces import Piece
 from pagemill.engine.values import shown
 
 _PARTS = ("input_text", "output_text", "text")
-_ITEMS = ("message", "function_call", "function_call_output")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_THOUGHTS = ("reasoning_text", "text")
 _ROLES = ("system", "developer", "user", "assistant")
 _FIELDS = {
     "message": ("type", "role", "content", "id", "status", "phase"),
     "function_call": ("type", "call_id", "name", "arguments", "id", "status"),
     "function_call_output": ("type", "call_id", "output", "id", "status"),
+    "reasoning": ("type", "summary", "content", "id", "status"),
 }
 
 ItemEvent = dict[str, Any]
@@ -63,7 +67,7 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
 
 
 def add_item(messages: list[dict[str, Any]], where: str, item: Any) -> None:
-    """Add an item to a chat. Calls belong to the assistant's message before them."""
+    """Add an item to a chat. Calls belong to the assistant's message before them, reasoning to the one behind it."""
     if not isinstance(item, dict):
         raise invalid(f"{where} must be an object", where)
     kind = item.get("type") or "message"
@@ -77,7 +81,17 @@ def add_item(messages: list[dict[str, Any]], where: str, item: Any) -> None:
             raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
         if not isinstance(item.get("content"), str | list):
             raise invalid(f"{where}.content must be a string or a list of text parts", f"{where}.content")
-        messages.append({"role": item.get("role"), "content": _content(f"{where}.content", item.get("content"))})
+        content = _content(f"{where}.content", item.get("content"))
+        if item.get("role") == "assistant" and _is_open(messages):
+            messages[-1]["content"] = content
+        else:
+            messages.append({"role": item.get("role"), "content": content})
+    elif kind == "reasoning":
+        parts = item.get("content") or []
+        if not isinstance(parts, list):
+            raise invalid(f"{where}.content must be a list of parts", f"{where}.content")
+        texts = [_text(f"{where}.content[{number}]", part, _THOUGHTS) for number, part in enumerate(parts)]
+        messages.append({"role": "assistant", "content": None, "reasoning": "".join(texts)})
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "type": "function"}
         call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -100,42 +114,51 @@ def _content(name: str, content: Any) -> Any:
 
 
 def _part(where: str, part: Any) -> dict[str, Any]:
-    if not isinstance(part, dict) or part.get("type") not in _PARTS or not isinstance(part.get("text"), str):
+    return {"type": "text", "text": _text(where, part, _PARTS)}
+
+
+def _text(where: str, part: Any, kinds: tuple[str, ...]) -> str:
+    if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
         raise invalid(f"{where} must be a text part; other kinds are not supported", where)
-    return {"type": "text", "text": part["text"]}
+    return str(part["text"])
+
+
+def _is_open(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is reasoning whose answer is still to come."""
+    return bool(messages) and messages[-1]["content"] is None and "tool_calls" not in messages[-1]
 
 
 class OutputItems:
     """The items of one response, made of its text piece by piece.
 
-    `parser` and `choice`: how calls of tools stand in the text and which there may be; None: it is text only. `items`
-    are those that have begun, as they are now.
+    `reasoning`, `tools`: how these stand in the text; `choice`: which tools may be called. `items` are those that have
+    begun, as they are now.
     """
 
-    def __init__(self, request_id: str, parser: ToolParserName | None, choice: ToolChoice | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        reasoning: ReasoningParserName | None,
+        tools: ToolParserName | None,
+        choice: ToolChoice | None,
+    ) -> None:
         self._request_id = request_id
-        self._parser: ToolParserName = parser or "hermes"
-        self._reader = None
-        if parser is not None and choice is not None:
-            self._reader = ToolCallReader(parser, choice.parameters, parallel=choice.parallel)
+        self._parser: str = tools or ""
+        self._reader = AnswerReader(reasoning, tools, choice)
+        self._is_text = reasoning is None and (tools is None or choice is None)  # nothing else may come
         self._is_open = False
         self._calls = 0
         self.items: list[dict[str, Any]] = []
 
     def add(self, text: str) -> Iterator[ItemEvent]:
-        """The events of the next part of the text. Without tools the first one is there before any text."""
-        if self._reader is not None:
-            yield from self._take(self._reader.feed(text))
-            return
-        if not self.items:
+        """The events of the next part of the text. Where it is text only the first one is there before any."""
+        if self._is_text and not self.items:
             yield from self._open_message()
-        if text:
-            yield from self._add_text(text)
+        yield from self._take(self._reader.feed(text))
 
     def end(self, finish_reason: str) -> Iterator[ItemEvent]:
         """The events of the end of the text."""
-        if self._reader is not None:
-            yield from self._take(self._reader.finish())
+        yield from self._take(self._reader.finish())
         if not self.items:
             yield from self._open_message()
         yield from self._close("completed" if finish_reason == "stop" else "incomplete")
@@ -143,9 +166,10 @@ class OutputItems:
     def _take(self, pieces: Sequence[Piece]) -> Iterator[ItemEvent]:
         for piece in pieces:
             if piece.index is None:
-                if not self._is_open or self.items[-1]["type"] != "message":
+                kind = "reasoning" if piece.is_reasoning else "message"
+                if not self._is_open or self.items[-1]["type"] != kind:
                     yield from self._close("completed")
-                    yield from self._open_message()
+                    yield from self._open_reasoning() if piece.is_reasoning else self._open_message()
                 yield from self._add_text(piece.text)
             elif piece.name is not None:
                 yield from self._close("completed")
@@ -164,9 +188,18 @@ class OutputItems:
         item["content"] = [part]
         yield self._in_part("response.content_part.added", part=dict(part))
 
+    def _open_reasoning(self) -> Iterator[ItemEvent]:
+        item: dict[str, Any] = {"id": f"rs_{self._request_id}", "type": "reasoning", "status": "in_progress"}
+        item |= {"summary": [], "content": []}
+        yield self._open(item)
+        part = {"type": "reasoning_text", "text": ""}
+        item["content"] = [part]
+        yield self._in_part("response.content_part.added", part=dict(part))
+
     def _add_text(self, text: str) -> Iterator[ItemEvent]:
-        self.items[-1]["content"][0]["text"] += text
-        yield self._in_part("response.output_text.delta", delta=text, logprobs=[])
+        (part,) = self.items[-1]["content"]
+        part["text"] += text
+        yield self._in_part(f"response.{part['type']}.delta", delta=text, **_logprobs(part))
 
     def _open_call(self, name: str) -> Iterator[ItemEvent]:
         made = call_id(self._parser, self._request_id, 0, self._calls)
@@ -184,9 +217,9 @@ class OutputItems:
             return
         self._is_open = False
         item = self.items[-1]
-        if item["type"] == "message":
+        if item["type"] in ("message", "reasoning"):
             (part,) = item["content"]
-            yield self._in_part("response.output_text.done", text=part["text"], logprobs=[])
+            yield self._in_part(f"response.{part['type']}.done", text=part["text"], **_logprobs(part))
             yield self._in_part("response.content_part.done", part=dict(part))
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
@@ -201,9 +234,15 @@ class OutputItems:
         return self._event(kind, content_index=0, **fields)
 
 
+def _logprobs(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What OpenAI's events of text have, and those of reasoning have not."""
+    return {"logprobs": []} if part["type"] == "output_text" else {}
+
+
 def output_of(request_id: str, note: Mapping[str, Any], choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The items of a whole answer: `choice` has its text, how it ended, and how calls are written in it."""
-    items = OutputItems(request_id, choice.get("tool_parser"), tool_choice_of(note))
+    """The items of a whole answer: `choice` has its text, how it ended, and how the text is read."""
+    parsers = choice.get("reasoning_parser"), choice.get("tool_parser")
+    items = OutputItems(request_id, *parsers, tool_choice_of(note))
     for _ in (*items.add(choice["text"]), *items.end(choice["finish_reason"] or "length")):
         pass
     return items.items
