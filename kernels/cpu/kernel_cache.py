@@ -35,6 +35,7 @@ import numba.core.config
 import structlog
 from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 import pagemill
@@ -135,10 +136,12 @@ class _KernelFiles(_Cache):  # type: ignore[misc]
         return None if self._cache.folder is None else str(self._cache.folder)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
         content = self._cache.read(self._name(sig, target_context.codegen()))
         if content is not None:
+            # Machine code wants numba's runtime and nothing that compiling wants, which takes 0.15 s to set up.
+            rtsys.initialize(target_context)
             return CompileResult._rebuild(target_context, *pickle.loads(content))
+        target_context.refresh()
         self._cache.begin(self._kernel)
         self._begun = time.perf_counter()
         return None

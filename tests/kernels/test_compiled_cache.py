@@ -199,7 +199,7 @@ ops.silu_and_mul(torch.ones(2, 8))
 ops.rms_norm(torch.ones(1, 4), torch.ones(4), 0.0)
 names = [name.partition("-")[0] for name in ops.cache.compiled]
 print(json.dumps({"compiled": names, "told": told, "loaded": ops.cache.loaded, "folder": str(ops.cache.folder),
-                  "processor": processor()}))
+                  "processor": processor(), "can_compile": "numba.core.inline_closurecall" in sys.modules}))
 """
 
 
@@ -237,6 +237,20 @@ def test_the_first_process_tells_what_it_compiles_and_the_next_has_nothing_to(
     assert any(result["compiled"] == _BOTH for result in results)
     following = _end(_start(folder))
     assert (following["compiled"], following["loaded"], following["told"]) == ([], 2, [])
+    assert all(result["can_compile"] for result in results if result["compiled"])
+    assert not following["can_compile"]  # setting that up takes as long as loading all kernels
+
+
+def test_what_is_missing_is_compiled_after_others_were_loaded(
+    filled: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    for name in _BOTH:
+        cache = tmp_path / name
+        shutil.copytree(filled[0], cache)
+        (missing,) = cache.rglob(f"{name}-*.kernel")
+        missing.unlink()
+        result = _end(_start(cache))
+        assert (result["compiled"], result["loaded"], result["can_compile"]) == ([name], 1, True)
 
 
 def test_what_another_processor_compiled_is_left_alone(filled: tuple[Path, list[dict[str, Any]]]) -> None:
