@@ -80,6 +80,13 @@ simulate: $(STAMP)  ## the documented simulator runs on recorded traces (make si
 bench-queue: $(STAMP)  ## what the queue costs: throughput, latency, a flush, two engines
 	PYTHONPATH=. $(PY) -m bench.queue_overhead
 
+.PHONY: bench-recovery bench-webhooks
+bench-recovery: $(STAMP)  ## how soon one is answered after a flush, beside an engine that is away, or if it is refused
+	PYTHONPATH=. $(PY) -m bench.queue_recovery
+
+bench-webhooks: $(STAMP)  ## how long healthy webhook receivers wait beside one that drips and one that fails
+	$(PY) -m tests.adapters.webhook_storm 98 10
+
 bench-attention: $(STAMP)  ## cost of one layer's attention on the CPU, by shape of the step
 	$(PY) bench/attention_cost.py
 

@@ -90,7 +90,7 @@ class Company:
         port = await self._master()
         node = next(node for node in self.nodes if node.port == port)
         await asyncio.to_thread(node.kill)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while await self._master() == port:
                 await asyncio.sleep(0.05)
         await asyncio.to_thread(node.start)
@@ -101,14 +101,14 @@ class Company:
         async with aioredis.Redis(port=self.sentinel_ports[0], protocol=2) as sentinel:
             with contextlib.suppress(RedisError):
                 await sentinel.execute_command("SENTINEL", "FAILOVER", "mymaster")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while await self._master() == port:
                 await asyncio.sleep(0.05)
         await self._settled()
 
     async def _settled(self) -> None:
         """One is the master, the other follows it."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             while True:
                 states = []
                 for node in self.nodes:

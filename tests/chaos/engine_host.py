@@ -55,7 +55,7 @@ async def serve(parts: EngineParts, settings: dict[str, Any]) -> None:
     core._runner = OddRunner(core._runner, settings.pop("device_ms", 0) / 1000)
     engine = AsyncEngine(parts, asyncio.get_running_loop())
     await Worker(engine, QueueConfig(**settings)).run_until_signal()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while engine.num_live:
             await asyncio.sleep(0.01)
     await engine.check()

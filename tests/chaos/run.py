@@ -37,11 +37,13 @@ KEPT = {"result_ttl_s": 86_400, "replay_ttl_s": 86_400}  # everything is looked 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run is. `duration_s`: no request is sent after that; `patience_s`: how long one may take at most."""
+    """What a run is. `duration_s`: no request is sent after that, if `least` have ended and as many faults happened;
+    `patience_s`: how long one may take at most."""
 
     requests: int = 10_000
     seed: int = 1
     duration_s: float = 3600.0
+    least: int = 0
     engines: int = 3
     in_flight: int = 192
     bodies: int = 300
@@ -162,7 +164,7 @@ class Run:
                     progress = group.create_task(self._tell_progress(faults))
                     for number in range(plan.requests):
                         await seats.acquire()
-                        if time.monotonic() > until:
+                        if time.monotonic() > until and min(self.ended, faults.counts.total()) >= plan.least:
                             break
                         rng = random.Random(f"{plan.seed} request {number}")
                         one = self._one(number, rng.choice(tasks), producers, thread_client, url, rng)
@@ -282,7 +284,7 @@ class Run:
     async def _check_engines(self, direct: aioredis.Redis, host: EngineHost) -> None:
         """Those alive hold no blocks; told to end they find their pools whole and leave the lists."""
         alive: list[EngineProcess] = host.alive
-        deadline = time.monotonic() + 10 * HEARTBEAT_TIMEOUT_S
+        deadline = time.monotonic() + 60
         while True:
             engines = await checking.living_engines(direct, TAG, 2 * HEARTBEAT_TIMEOUT_S)
             busy = [told for told in engines if told["running"] or told["free_blocks"] < told["num_blocks"] - 1]
@@ -293,7 +295,7 @@ class Run:
             await asyncio.sleep(0.05)
         for engine in alive:
             engine.terminate()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await asyncio.gather(*(engine.ended.wait() for engine in alive))
         for engine in host.engines.values():
             if engine.status not in (0, -9):

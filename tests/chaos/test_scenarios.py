@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -19,7 +18,10 @@ from tests.chaos.reading import plain_client
 
 TAG = "pm:{default.0}"
 STREAM = (f"{TAG}:in:1", "engines")
-SETTINGS = {"heartbeat_timeout_s": 1.0, "block_ms": 100, "poll_ms": 50, "drain_timeout_s": 1.0}
+SETTINGS = {"heartbeat_timeout_s": 2.5, "block_ms": 100, "poll_ms": 50, "drain_timeout_s": 1.0}
+# Waits of the engines that are longer than a test has patience, so that an answer says that nobody waited for them.
+PATIENCE_S = 40
+LONG_WAITS = {"heartbeat_timeout_s": 120.0, "block_ms": 60_000, "drain_timeout_s": 120.0}
 PROMPT: dict[str, Any] = {"prompt": "the stream", "temperature": 0, "ignore_eos": True}
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,20 +66,20 @@ async def first_token(client: AsyncClient, request_id: str) -> None:
         return
 
 
-def test_a_server_that_forgets_everything_is_served_again_within_a_second(
+def test_a_server_that_forgets_everything_is_served_again_at_once(
     play: Any, host: EngineHost, any_redis_url: str
 ) -> None:
+    """Within a second, as `make bench-recovery` tells. Here: long before a blocking read or a lease has run out."""
+
     async def scenario() -> None:
         async with AsyncClient(any_redis_url, watchdog_s=0.3) as client, plain_client(any_redis_url) as redis:
             for _ in range(2):
-                await host.start(redis_url=any_redis_url, device_ms=20)
+                await host.start(redis_url=any_redis_url, device_ms=100, **LONG_WAITS)
             long = await client.submit(**PROMPT, max_tokens=200)
             await first_token(client, long.id)
             await redis.flushall()
-            cleared_at = time.monotonic()
             after = await client.submit(**PROMPT, max_tokens=2)
-            assert (await after.result(timeout=60)).state == "completed"
-            assert time.monotonic() - cleared_at < 1.0
+            assert (await after.result(timeout=PATIENCE_S)).state == "completed"
             with pytest.raises(RequestError) as lost:
                 await long.result(timeout=60)
             assert lost.value.code == "request_lost"
@@ -96,16 +98,17 @@ def test_a_stream_that_is_deleted_all_the_time_does_not_fill_the_log(
 
     async def scenario() -> None:
         async with AsyncClient(any_redis_url) as client, plain_client(any_redis_url) as redis:
-            engine = await host.start(redis_url=any_redis_url)
+            # A lease that no pause of the machine can end: that would be told as well.
+            engine = await host.start(redis_url=any_redis_url, heartbeat_timeout_s=120.0)
             await (await client.submit(**PROMPT, max_tokens=1)).result(timeout=60)
             log = host.log_of(engine)
             before = len(log.read_text().splitlines())
-            began, deleted = time.monotonic(), 0
-            while deleted <= 30 or time.monotonic() < began + 3:
+            began, deleted = asyncio.get_running_loop().time(), 0
+            while deleted <= 30 or asyncio.get_running_loop().time() < began + 3:
                 deleted += await redis.delete(f"{TAG}:in:0", f"{TAG}:in:1", f"{TAG}:in:2")
                 await asyncio.sleep(0.02)
             told = log.read_text().splitlines()[before:]
-            assert 1 <= len(told) <= time.monotonic() - began, told
+            assert 1 <= len(told) <= asyncio.get_running_loop().time() - began, told
             await (await client.submit(**PROMPT, max_tokens=1)).result(timeout=60)
 
     play(scenario())
@@ -115,26 +118,32 @@ def test_a_stream_that_is_deleted_all_the_time_does_not_fill_the_log(
 def test_nothing_waits_for_the_engine_that_has_its_beginning_when_that_is_away(
     play: Any, host: EngineHost, redis_url: str, how: str
 ) -> None:
-    """While its heartbeat is fresh it is offered what it could do best; a moment later the others do it."""
+    """While its heartbeat is fresh it is offered what it could do best; a moment later the others do it. How long that
+    is, `make bench-recovery` tells; here the heartbeat stays fresh, so who waits for it waits for ever."""
     prefix = [3 + place % 90 for place in range(128)]
-    lease_s = 10.0
 
     def body(number: int) -> dict[str, Any]:
         return {"prompt_token_ids": [*prefix, 100 + number], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
+    async def keep_fresh(redis: Any, owner: str) -> None:
+        """However long it takes, nobody is served because a heartbeat has grown old."""
+        while True:
+            seconds, _ = await redis.time()
+            await redis.zadd(f"{TAG}:hb", {owner: seconds * 1000 + 999}, xx=True)
+            await asyncio.sleep(0.2)
+
     async def scenario() -> None:
+        settings = {"redis_url": redis_url, "heartbeat_timeout_s": 120.0, "drain_timeout_s": 120.0}
         async with AsyncClient(redis_url) as client, plain_client(redis_url) as redis:
-            engines = [await host.start(redis_url=redis_url, heartbeat_timeout_s=lease_s) for _ in range(2)]
-            async with asyncio.timeout(60):
-                while await redis.zcard(f"{TAG}:hb") < 2:
-                    await asyncio.sleep(0.01)
+            has = await host.start(**settings)
             first = await client.submit(**body(0))
             await first.result(timeout=60)
             owner = (await redis.hget(f"{TAG}:req:{first.id}", "owner")).decode()
-            (has,) = [engine for engine in engines if f"-{engine.pid}-" in owner]
-            handles = [await client.submit(**body(number)) for number in range(1, 5)]
-            results = [await handle.result(timeout=60) for handle in handles]
-            assert 128 in {result.usage["cached_tokens"] for result in results}
+            await host.start(**settings)
+            async with asyncio.timeout(60):
+                while await redis.zcard(f"{TAG}:hb") < 2 or not await redis.exists(f"{TAG}:warm:{owner}"):
+                    await asyncio.sleep(0.01)
+            fresh = asyncio.create_task(keep_fresh(redis, owner))
             {"killed": has.kill, "frozen": has.freeze, "leaves": has.terminate}[how]()
             if how == "killed":
                 async with asyncio.timeout(60):
@@ -150,11 +159,13 @@ def test_nothing_waits_for_the_engine_that_has_its_beginning_when_that_is_away(
             if how == "leaves":
                 late = []
             assert len(late) <= (0 if how == "killed" else 1)
-            for handle in handles:
-                if handle not in late:
-                    result = await handle.result(timeout=60)
-                    # What was brought to one that leaves is taken over when the others look, not when a lease is over.
-                    assert result.metrics["queue_ms"] < lease_s * 500 and result.metrics["attempts"] == 1
+            async with asyncio.timeout(60):
+                for handle in handles:
+                    if handle not in late:
+                        assert (await handle.result()).metrics["attempts"] == 1
+            if how != "leaves":
+                assert await redis.xlen(f"{TAG}:to:{owner}"), "nothing was offered to the one that is away"
+            fresh.cancel()
             has.thaw()
             for handle in late:
                 assert (await handle.result(timeout=60)).metrics["attempts"] == 1
@@ -170,10 +181,9 @@ def test_a_generation_of_five_leases_runs_once(play: Any, host: EngineHost, redi
     async def scenario() -> None:
         async with AsyncClient(redis_url) as client:
             for _ in range(2):
-                await host.start(redis_url=redis_url, heartbeat_timeout_s=0.4, device_ms=10)
-            started_at = time.monotonic()
+                await host.start(redis_url=redis_url, device_ms=65)
             result = await (await client.submit(**PROMPT, max_tokens=200, max_attempts=1)).result(timeout=60)
-            assert time.monotonic() - started_at > 5 * 0.4
+            assert result.metrics["total_ms"] > 5000 * SETTINGS["heartbeat_timeout_s"]
             assert result.metrics["attempts"] == 1 and len(result.token_ids) == 200
 
     play(scenario())
@@ -182,7 +192,7 @@ def test_a_generation_of_five_leases_runs_once(play: Any, host: EngineHost, redi
 def test_64_in_flight_on_a_killed_engine_finish_on_another(play: Any, host: EngineHost, redis_url: str) -> None:
     async def scenario() -> None:
         async with AsyncClient(redis_url) as client, plain_client(redis_url) as redis:
-            doomed = await host.start(redis_url=redis_url, device_ms=20)
+            doomed = await host.start(redis_url=redis_url, device_ms=1000)  # dead long before it could end any
             handles = [await client.submit(**PROMPT, max_tokens=20, seed=number) for number in range(64)]
             await first_token(client, handles[0].id)
             doomed.kill()
