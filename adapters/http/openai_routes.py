@@ -16,6 +16,7 @@ from pagemill.adapters.http.body import read_json
 from pagemill.adapters.http.errors import not_found
 from pagemill.adapters.http.gateway import Gateway, gateway_of, tenant_of
 from pagemill.adapters.http.generation import Generation, deadline_passed, idempotency_key, traceparent
+from pagemill.adapters.http.half_close import whole_connection
 from pagemill.adapters.http.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from pagemill.adapters.http.openai_fields import Asked, read_chat, read_completion
 from pagemill.adapters.http.sse import DONE
@@ -69,7 +70,7 @@ async def _generate(
         if asked.stream:
             return await _stream(gateway, request, generation, answer, headers)
         try:
-            async with asyncio.timeout(generation.timeout_s):
+            async with asyncio.timeout(generation.timeout_s), whole_connection(request):
                 results = await generation.results()
         except TimeoutError:
             raise deadline_passed() from None

@@ -22,6 +22,7 @@ from pagemill.adapters.http.body import read_json
 from pagemill.adapters.http.errors import ApiError, not_found
 from pagemill.adapters.http.gateway import Gateway, gateway_of, tenant_of
 from pagemill.adapters.http.generation import Generation, deadline_passed, idempotency_key, traceparent
+from pagemill.adapters.http.half_close import whole_connection
 from pagemill.adapters.http.openai_routes import json_response
 from pagemill.adapters.http.responses_body import AskedResponse, read_response
 from pagemill.adapters.http.responses_fold import (
@@ -65,7 +66,7 @@ async def create(request: web.Request) -> web.StreamResponse:
             if asked.background:
                 return json_response(response_object(generation.id, note), headers)
             try:
-                async with asyncio.timeout(generation.timeout_s):
+                async with asyncio.timeout(generation.timeout_s), whole_connection(request):
                     await generation.results()
             except TimeoutError:
                 raise deadline_passed() from None

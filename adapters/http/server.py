@@ -18,6 +18,7 @@ from pagemill.adapters.http.body import bad_encoding
 from pagemill.adapters.http.config import GatewayConfig
 from pagemill.adapters.http.errors import http_error, internal_error
 from pagemill.adapters.http.gateway import Gateway
+from pagemill.adapters.http.half_close import HalfCloseProtocol
 from pagemill.adapters.http.middleware import SERVER_NAME
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.config import QueueConfig
@@ -33,7 +34,7 @@ _quiet.addHandler(logging.NullHandler())
 _quiet.propagate = False
 
 
-class JsonProtocol(web.RequestHandler):
+class JsonProtocol(HalfCloseProtocol):
     """A connection. What cannot be read as HTTP is answered in JSON, and no answer may take for ever to be read."""
 
     __slots__ = ("write_timeout_s",)

@@ -45,6 +45,10 @@ class SseStream:
         self.was_cut = False
 
     @property
+    def request(self) -> web.Request:
+        return self._request
+
+    @property
     def response(self) -> web.StreamResponse:
         return self._response
 

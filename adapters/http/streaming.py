@@ -16,6 +16,7 @@ from aiohttp import web
 
 from pagemill.adapters.http.errors import RETRY_MS, ApiError, as_api_error, internal_error
 from pagemill.adapters.http.gateway import Gateway
+from pagemill.adapters.http.half_close import whole_connection
 from pagemill.adapters.http.sse import ClientGoneError, SseStream
 
 _log = structlog.get_logger(__name__)
@@ -51,7 +52,8 @@ def leaving_error() -> ApiError:
 async def ending_with_errors(gateway: Gateway, sse: SseStream) -> AsyncGenerator[None, None]:
     """Around the writing of a stream: an error becomes an answer while nothing was sent, and a frame afterwards."""
     try:
-        yield
+        async with whole_connection(sse.request):
+            yield
     except ClientGoneError:
         if sse.was_cut:
             gateway.metrics.slow_readers.inc()
