@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,24 @@ async def serving(engine: AsyncEngine, config: QueueConfig) -> AsyncIterator[Wor
         while engine.num_live:
             await asyncio.sleep(0.01)
     await engine.check()
+
+
+@contextmanager
+def held(engine: AsyncEngine) -> Iterator[None]:
+    """The engine's step loop stands still after the step under way: what is answered meanwhile waited for no step. A
+    lease of the queue's has to be as long."""
+    post, go = engine._post, threading.Event()
+
+    def wait(*arguments: Any) -> None:
+        go.wait(120)
+        post(*arguments)
+
+    engine._post = wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        go.set()
+        engine._post = post  # type: ignore[method-assign]
 
 
 class Outside:
@@ -159,7 +178,8 @@ class EngineProcess:
 
     def __init__(self, redis_url: str, queue: str) -> None:
         self.queue = queue
-        command = [sys.executable, "-m", "tests.contract.engine_process", redis_url, queue]
+        # Slow steps, so that it is in the middle of its requests for as long as a test needs to do something to it.
+        command = [sys.executable, "-m", "tests.contract.engine_process", redis_url, queue, "0.3"]
         self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
 
     async def serves(self, outside: Outside, timeout: float = 90) -> None:

@@ -1,9 +1,11 @@
-"""An engine of its own: `python -m tests.contract.engine_process URL QUEUE`."""
+"""An engine of its own with slow steps: `python -m tests.contract.engine_process URL QUEUE SECONDS`."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import time
+from typing import Any
 
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.ingest.config import QueueConfig
@@ -11,9 +13,16 @@ from pagemill.ingest.worker import Worker
 from tests.contract.conftest import ENGINE
 
 
-async def main(url: str, queue: str) -> None:
+async def main(url: str, queue: str, seconds: str) -> None:
     engine = await AsyncEngine.create(ENGINE)
-    config = QueueConfig(redis_url=url, queue=queue, heartbeat_timeout_s=1.0, block_ms=100, drain_timeout_s=0.5)
+    step = engine._parts.core.step
+
+    def slow_step() -> Any:
+        time.sleep(float(seconds))
+        return step()
+
+    engine._parts.core.step = slow_step  # type: ignore[method-assign]
+    config = QueueConfig(redis_url=url, queue=queue, heartbeat_timeout_s=2.5, block_ms=100, drain_timeout_s=0.5)
     await Worker(engine, config).run_until_signal()
     await engine.stop()
 

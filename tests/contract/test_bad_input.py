@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.ingest.config import QueueConfig
-from tests.contract.conftest import TAG, Outside, serving
+from tests.contract.conftest import TAG, Outside, held, serving
 
-LIMIT_S = 0.1
 X = {"prompt": "x"}
 
 # name: body, code, param
@@ -89,40 +87,43 @@ REFUSED: dict[str, tuple[Any, str, str | None]] = {
 }
 
 
-async def refusal(outside: Outside, request_id: str, body: Any) -> tuple[list[dict[str, Any]], float]:
-    """Send a body; its events as the channel brings them, and the seconds until the last."""
+async def refusal(outside: Outside, request_id: str, body: Any) -> list[dict[str, Any]]:
+    """Send a body; its events as the channel brings them."""
     events = []
-    sent = 0.0
     async for item in outside.live(request_id, timeout=60):
         if not item:
-            sent = time.monotonic()
             await outside.add(request_id, body)
         else:
             events.append(item)
-    return events, time.monotonic() - sent
+    return events
 
 
-def test_each_kind_has_its_error_within_100_ms(
+def test_each_kind_has_its_error_at_once(
     play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
 ) -> None:
+    """Within 100 ms, as `make bench-recovery` tells. Here: while the engine stands still in the middle of a request,
+    and before anything that looks after requests now and then has come round."""
+    config = queue_config.replace(heartbeat_timeout_s=600.0, poll_ms=60_000)
+
     async def scenario() -> None:
-        async with serving(engine, queue_config):
-            for name, (body, code, param) in REFUSED.items():
-                for attempt in range(3):  # the machine may be busy with something else
-                    request_id = f"{name}.{attempt}"
-                    events, took = await refusal(outside, request_id, body)
+        async with serving(engine, config):
+            await outside.add("running", {**X, "max_tokens": 400, "ignore_eos": True})
+            await outside.first_delta("running")
+            with held(engine):
+                for name, (body, code, param) in REFUSED.items():
+                    events = await refusal(outside, name, body)
                     (done,) = events
                     assert (done["type"], done["state"], done["seq"]) == ("done", "rejected", 1), name
                     assert done["error"]["code"] == code, (name, done)
                     assert param is None or done["error"]["param"] == param, (name, done)
                     assert done["error"]["message"]
-                    assert await outside.events(request_id) == events
-                    if took < LIMIT_S:
-                        break
-                assert took < LIMIT_S, (name, took)
+                    assert await outside.events(name) == events
+                assert (await outside.events("running"))[-1]["type"] == "delta"
+                await outside.redis.hset(f"{TAG}:req:running", "cancel", "1")
+            assert (await outside.done("running"))["state"] == "cancelled"
         unreadable = {"not-json", "half-json", "empty-body", "not-utf8", "surrogate", "nan", "infinite", "deep"}
         letters = await outside.redis.xrange(f"{TAG}:dlq")
-        assert {fields[b"id"].decode().rpartition(".")[0] for _, fields in letters} == unreadable
+        assert {fields[b"id"].decode() for _, fields in letters} == unreadable
         assert {fields[b"reason"] for _, fields in letters} == {b"unreadable"}
         await outside.assert_nothing_left()
 

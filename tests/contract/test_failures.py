@@ -101,8 +101,12 @@ def test_two_engines_share_a_stream_and_one_leaves(
                 assert await outside.token_ids(f"r{number}") == story[:6]
                 owners.add(await outside.redis.hget(f"{outside.tag}:req:r{number}", "owner"))
             assert len(owners) == 2 and worker.owner.encode() in owners
-            # The process finishes for half a second only: what it still runs then has to be handed over.
-            body = {**STORY, "max_tokens": 90, "max_attempts": 1}
+            # The process finishes for half a second only, which is less than two of its steps: what it still runs then
+            # has to be handed over. Each of the two that wait gets at least one.
+            async with asyncio.timeout(60):
+                while await num_waiting(outside) < 2:
+                    await asyncio.sleep(0.002)
+            body = {**STORY, "max_tokens": 40, "max_attempts": 1}
             for number in range(4):
                 await outside.add(f"s{number}", body)
             for number in range(4):
@@ -115,7 +119,7 @@ def test_two_engines_share_a_stream_and_one_leaves(
                 attempts.add(done["metrics"]["attempts"])
                 assert (await outside.token_ids(f"s{number}"))[:24] == story
             assert attempts == {1, 2}
-            assert await asyncio.to_thread(process.process.wait, 20) == 0
+            assert await asyncio.to_thread(process.process.wait, 60) == 0
             assert await outside.engines() == [worker.owner.encode()]
         await outside.assert_nothing_left()
         await outside.aclose()
