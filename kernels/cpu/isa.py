@@ -26,6 +26,9 @@ WIDE_REGISTERS = _has("avx512f")
 MULTIPLIES_PAIRS = WIDE_REGISTERS and _has("avx512bf16") and llvmlite.binding.llvm_version_info[0] >= 18
 """Whether one instruction multiplies pairs of bfloat16 and adds both products to a float32 (AVX512_BF16)."""
 
+MULTIPLIES_TILES = MULTIPLIES_PAIRS and _has("amx-tile") and _has("amx-bf16")
+"""Whether one instruction multiplies tiles of bfloat16 (AMX). Whether a process may use it: `amx.allowed`."""
+
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _VF32 = ir.VectorType(_F32, LANES)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.kernels.cpu import matmul
+from pagemill.kernels.cpu import amx, matmul, matmul_amx
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.matmul import PANEL, TASK_WORDS
 from pagemill.kernels.cpu.pack import pack
@@ -60,7 +60,11 @@ class CpuLinear:
     gated: bool
 
     def worker(self) -> int:
-        return matmul.pair_worker() if self.dtype == torch.bfloat16 else matmul.float_worker()
+        if self.dtype != torch.bfloat16:
+            return matmul.float_worker()
+        if self.panels.shape[1] % matmul_amx.TILE_DEPTH == 0 and amx.allowed():
+            return matmul_amx.tile_worker()
+        return matmul.pair_worker()
 
 
 def apply(

@@ -65,7 +65,6 @@ up begin on a panel of their own. The bias, by address, is float32 [panels, 48],
 TILE_VECTORS = 3 if WIDE_REGISTERS else 1
 _PAIR_ROWS = 8 if MULTIPLIES_PAIRS else 6
 _FLOAT_ROWS = 8 if WIDE_REGISTERS else 6
-_MOST_ROWS = 8
 # Rows that go past a panel before the next panel's turn: with it, their activations stay in the second level cache.
 ROWS_AT_ONCE = 128
 # Items of work for each thread, so that the last one to finish holds up little.
@@ -112,8 +111,8 @@ def _make_tile(rows: int, packed: bool) -> Callable[..., Any]:
             with cgutils.for_range(builder, n) as loop:
                 four = ir.Constant(loop.index.type, 4)
                 base = builder.add(w_at, builder.mul(loop.index, ir.Constant(loop.index.type, 4 * PANEL)))
-                _fetch(builder, builder.add(ahead_at, builder.mul(loop.index, ahead_step)))
-                _fetch(
+                fetch(builder, builder.add(ahead_at, builder.mul(loop.index, ahead_step)))
+                fetch(
                     builder,
                     builder.add(
                         ahead_at,
@@ -148,7 +147,7 @@ def _make_tile(rows: int, packed: bool) -> Callable[..., Any]:
     return tile
 
 
-def _fetch(builder: Any, address: Any) -> None:
+def fetch(builder: Any, address: Any) -> None:
     """Ask for a cache line, into the second level: a panel is larger than the first."""
     pointer = builder.inttoptr(address, _I8.as_pointer())
     signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
@@ -215,11 +214,10 @@ def gate_sums(gates: Any, ups: Any, rows: int) -> None:
         flat[i] = flat[i] / (_ONE + exp32(-flat[i])) * beside[i]
 
 
-def _make_worker(packed: bool, most_rows: int) -> Any:
+def _make_columns(packed: bool) -> Any:
+    """columns(rows, x, distance of its rows, weights, depth, sums, bias, whether it is not 0, what to fetch, bytes of it
+    a word): a panel's sums for some rows."""
     tile1, tile2, tile3, tile4, tile5, tile6, tile7, tile8 = (_make_tile(rows, packed) for rows in range(1, 9))
-    like = np.uint16(0) if packed else _ZERO
-    size = 2 if packed else 4
-    pack = 2 if packed else 1
 
     @helper
     def tiles(rows: int, x: int, xstr: int, w: int, depth: int, c: int, bias: int, ahead: int, step: int) -> None:
@@ -241,10 +239,33 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
             tile1(x, xstr, w, depth, c, bias, ahead, step)
 
     @helper
-    def columns(rows: int, x: int, xstr: int, w: int, depth: int, c: int, bias: int, ahead: int, step: int) -> None:
+    def columns(
+        rows: int, x: int, xstr: int, w: int, depth: int, c: int, bias: int, biased: int, ahead: int, step: int
+    ) -> None:
         for column in range(0, PANEL, TILE_VECTORS * LANES):
             offset = 4 * column
             tiles(rows, x, xstr, w + offset, depth, c + offset, bias + offset, ahead + offset, step)
+
+    return columns
+
+
+@helper
+def _as_before(rows: int, before: int) -> int:
+    return before
+
+
+@helper
+def _nothing() -> None:
+    pass
+
+
+def make_worker(packed: bool, most_rows: int, columns: Any, prepare: Any = _as_before, finish: Any = _nothing) -> Any:
+    """A worker for the products of up to most_rows rows at a time by `columns`, which see in `_make_columns`.
+
+    prepare(rows, rows before) -> rows: called as the number of rows changes, at first from 0; finish(): at the end.
+    """
+    like = np.uint16(0) if packed else _ZERO
+    size = 2 if packed else 4
 
     @helper
     def write(rows: int, sums: Any, scratch: int, out: int, start: int, stride: int, column: int, width: int) -> None:
@@ -286,8 +307,9 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
         blocks = (rows + rows_at_once - 1) // rows_at_once
         panels_at_once = max(1, min(_WORDS_AT_ONCE // (depth * PANEL), panels // (2 * parts)))
         groups = (panels + panels_at_once - 1) // panels_at_once
-        sums = np.empty((2, _MOST_ROWS, PANEL), np.float32)
+        sums = np.empty((2, most_rows, PANEL), np.float32)
         scratch = sums.ctypes.data
+        ready = 0
         while True:
             item = next_item(counter)
             if item >= groups * blocks:
@@ -307,12 +329,13 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
                 for tile in range(tile_count):
                     start = first_row + here * tile // tile_count
                     count = first_row + here * (tile + 1) // tile_count - start
+                    ready = prepare(count, ready)
                     at = x + start * x_stride
                     ahead = weights
                     if step > 0:
                         # May lie behind the last panel: to ask for what is not there does no harm.
                         ahead += parts * panels_at_once * panel_bytes + tile * (panel_bytes // tile_count)
-                    columns(count, at, x_stride, weights, depth, scratch, bias, ahead, step)
+                    columns(count, at, x_stride, weights, depth, scratch, bias, bias_step, ahead, step)
                     if result == GATED:
                         beside = section * panel_bytes
                         columns(
@@ -321,8 +344,9 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
                             x_stride,
                             weights + beside,
                             depth,
-                            scratch + 4 * _MOST_ROWS * PANEL,
+                            scratch + 4 * most_rows * PANEL,
                             bias + section * bias_step,
+                            bias_step,
                             ahead + beside,
                             step,
                         )
@@ -331,6 +355,14 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
                         write_floats(count, sums[0], scratch, out, start, out_stride, column, width)
                     else:
                         write(count, sums[0], scratch, out, start, out_stride, column, width)
+        finish()
+
+    return worker
+
+
+def _make_gather(packed: bool) -> Any:
+    like = np.uint16(0) if packed else _ZERO
+    pack = 2 if packed else 1
 
     @helper
     def gather(part: int, parts: int, record_at: int, ids: Any, out: int) -> None:
@@ -346,11 +378,11 @@ def _make_worker(packed: bool, most_rows: int) -> Any:
                 for half in range(pack):
                     row[word * pack + half] = stored[word * PANEL * pack + half]
 
-    return worker, gather
+    return gather
 
 
-_pair_worker, _gather_pairs = _make_worker(True, _PAIR_ROWS)
-_float_worker, _gather_floats = _make_worker(False, _FLOAT_ROWS)
+_pair_worker, _gather_pairs = make_worker(True, _PAIR_ROWS, _make_columns(True)), _make_gather(True)
+_float_worker, _gather_floats = make_worker(False, _FLOAT_ROWS, _make_columns(False)), _make_gather(False)
 
 
 @kernel
