@@ -215,8 +215,8 @@ def gate_sums(gates: Any, ups: Any, rows: int) -> None:
 
 
 def _make_columns(packed: bool) -> Any:
-    """columns(rows, x, distance of its rows, weights, depth, sums, bias, whether it is not 0, what to fetch, bytes of it
-    a word): a panel's sums for some rows."""
+    """columns(rows, x, distance of its rows, weights, depth, sums, bias, whether it is not 0, what to fetch meanwhile,
+    bytes of it a word): a panel's sums for some rows."""
     tile1, tile2, tile3, tile4, tile5, tile6, tile7, tile8 = (_make_tile(rows, packed) for rows in range(1, 9))
 
     @helper

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from numba.core.registry import cpu_target
 
+from pagemill.kernels.cpu import amx
+
 
 def processor() -> str:
     """Its name, as LLVM calls it."""
@@ -23,6 +25,8 @@ def has(feature: str) -> bool:
 def instructions() -> str:
     """The widest vectors that kernels can use, and what becomes of bfloat16, in words."""
     wide = next((name for feature, name in _WIDE if has(feature)), "128-bit vectors")
+    if amx.allowed():
+        return f"{wide}, bfloat16 multiplied in tiles"
     pairs = "multiplied in pairs" if has("avx512bf16") else "widened to float32"
     return f"{wide}, bfloat16 {pairs}"
 
