@@ -34,6 +34,14 @@ class Shelf:
         found: list[bytes | None] = await self._client.execute_command("HMGET", self._key(name), *fields)
         return found
 
+    async def read_each(self, names: Sequence[str], field: str) -> list[bytes | None]:
+        """One field of several documents, None for each that is not there."""
+        return await self._send(*(("HGET", self._key(name), field) for name in names))
+
+    async def renew(self, names: Sequence[str], *, ttl_s: float) -> None:
+        """Keep documents for at least so long from now."""
+        await self._send(*(("PEXPIRE", self._key(name), int(ttl_s * 1000), "GT") for name in names))
+
     async def fields(self, name: str) -> list[str]:
         """The names of a document's fields."""
         found: Sequence[bytes] = await self._client.execute_command("HKEYS", self._key(name))
@@ -70,13 +78,15 @@ class Shelf:
         found: Sequence[bytes] = await self._client.execute_command("ZRANGE", self._key(index), 0, -1)
         return [name.decode() for name in found]
 
-    async def _send(self, *commands: Sequence[Any]) -> None:
+    async def _send(self, *commands: Sequence[Any]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
-        for reply in await self._client.run_pipeline(pipeline):
+        replies = await self._client.run_pipeline(pipeline)
+        for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
+        return replies
 
     def _key(self, name: str) -> str:
         return self._keys.shard_of(name).document(name)

@@ -19,14 +19,15 @@ import structlog
 from aiohttp import web
 
 from pagemill.adapters.http.body import read_json
+from pagemill.adapters.http.conversations import TURNS, History, keep, recall
 from pagemill.adapters.http.errors import ApiError, not_found
 from pagemill.adapters.http.gateway import Gateway, gateway_of, tenant_of
 from pagemill.adapters.http.generation import Generation, deadline_passed, idempotency_key, traceparent
 from pagemill.adapters.http.half_close import whole_connection
 from pagemill.adapters.http.openai_routes import json_response
+from pagemill.adapters.http.queues import Model
 from pagemill.adapters.http.responses_body import AskedResponse, read_response
 from pagemill.adapters.http.responses_fold import (
-    MESSAGES,
     ResponseFold,
     request_id_of,
     response_object,
@@ -51,8 +52,8 @@ async def create(request: web.Request) -> web.StreamResponse:
     asked = read_response(body)
     model = await gateway.queues.find(asked.model)
     named = {} if model.queue_model is None else {"model": model.queue_model}
-    asked_for = asked.request(await _history(request, asked.previous))
-    fields = {**asked_for, **named, "tenant": tenant, "stream": asked.stream}
+    history = await _history(request, asked.previous)
+    fields = {**asked.request(history.messages), **named, "tenant": tenant, "stream": asked.stream}
     async with gateway.limits.generation(tenant):
         generation = Generation(
             gateway, model.client, [fields], key=key, traceparent=traceparent(request), lasting=asked.background
@@ -60,7 +61,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         async with generation:
             structlog.contextvars.bind_contextvars(generation=generation.id)
             headers = {"Idempotent-Replayed": "true"} if generation.is_replayed else {}
-            note = await _note(model.client, generation, asked, asked_for["messages"], model.name)
+            note = await _note(gateway, model, generation, asked, history)
             if asked.stream:
                 return await _stream(gateway, request, model.client, generation.id, note, headers=headers)
             if asked.background:
@@ -77,38 +78,46 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 
 async def _note(
-    client: AsyncClient, generation: Generation, asked: AskedResponse, messages: list[Any], model: str
+    gateway: Gateway, model: Model, generation: Generation, asked: AskedResponse, history: History
 ) -> dict[str, Any]:
     """What a response object repeats, and its conversation; kept beside the request, unless it is not to be stored."""
+    client = model.client
     if generation.is_replayed and (kept := await client.note(generation.id)) is not None:
         note: dict[str, Any] = orjson.loads(kept)
         return note
-    note = {**asked.shown, "model": asked.model or model, "created_at": int(time.time())}
+    note = {**asked.shown, "model": asked.model or model.name, "created_at": int(time.time())}
     if asked.store:
-        kept_messages = messages[1:] if asked.instructions is not None else messages
-        ttl_ms = int(generation.timeout_s * 1000 + client.config.result_ttl_s * 1000)
-        await client.keep_note(generation.id, orjson.dumps({**note, MESSAGES: kept_messages}), ttl_ms=ttl_ms)
+        ttl_s = generation.timeout_s + client.config.result_ttl_s
+        turns = await keep(gateway.queues.shelf, history, generation.id, asked.messages, ttl_s=ttl_s)
+        await client.keep_note(generation.id, orjson.dumps({**note, TURNS: turns}), ttl_ms=int(ttl_s * 1000))
     return note
 
 
-async def _history(request: web.Request, previous: str | None) -> list[dict[str, Any]]:
+async def _history(request: web.Request, previous: str | None) -> History:
     """The conversation up to and with an earlier response. Raises `ApiError` 400 where it is not there any more, or
     has no proper end."""
     if previous is None:
-        return []
+        return History()
     try:
         _, record, note = await _find(request, previous)
     except ApiError as error:
-        message = f"previous response {previous[:128]!r} is not there; it may have expired, or was not stored"
-        raise ApiError(400, message, param=PREVIOUS, code="previous_response_not_found") from error
+        raise _no_previous(previous) from error
     if record.state != "completed":
         state = record.state if record.has_ended else "not finished"
         message = f"previous response {previous[:128]!r} is {state}; only one that has completed can be gone on from"
         raise ApiError(400, message, param=PREVIOUS, code="previous_response_not_completed")
-    messages: list[dict[str, Any]] = list(note[MESSAGES])
+    told = await recall(gateway_of(request).queues.shelf, note[TURNS])
+    if told is None:
+        raise _no_previous(previous)
+    latest: list[dict[str, Any]] = []
     for number, item in enumerate(response_of_record(record, note)["output"]):
-        add_item(messages, f"output[{number}]", item)
-    return messages
+        add_item(latest, f"output[{number}]", item)
+    return History(note[TURNS], told, latest)
+
+
+def _no_previous(previous: str) -> ApiError:
+    message = f"previous response {previous[:128]!r} is not there; it may have expired, or was not stored"
+    return ApiError(400, message, param=PREVIOUS, code="previous_response_not_found")
 
 
 async def show(request: web.Request) -> web.StreamResponse:

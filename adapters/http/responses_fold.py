@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pagemill.adapters.http.conversations import TURNS
 from pagemill.adapters.http.responses_items import OutputItems, output_of, tool_choice_of
 from pagemill.ingest.records import Record
 from pagemill.ingest.subscription import Event
 
 ResponseEvent = dict[str, Any]
 PREFIX = "resp_"
-MESSAGES = "messages"  # of a note: the conversation up to this response, which later ones may go on from
 
 
 def response_id(request_id: str) -> str:
@@ -37,7 +37,7 @@ def response_object(request_id: str, note: Mapping[str, Any], **changes: Any) ->
         "incomplete_details": None,
         "output": [],
         "usage": None,
-        **{name: item for name, item in note.items() if name != MESSAGES},
+        **{name: item for name, item in note.items() if name != TURNS},
         **changes,
     }
 

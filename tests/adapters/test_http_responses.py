@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import orjson
 import pytest
+import redis.asyncio as aioredis
 
 from pagemill.adapters.http.responses_fold import ResponseFold
 from pagemill.engine.async_engine import AsyncEngine
@@ -217,7 +218,7 @@ def test_a_conversation_goes_on_from_what_is_stored(tried: Any, queue_config: Qu
             assert spelt.usage is not None and third.usage is not None
             assert (spelt.usage.input_tokens, spelt.output_text) == (third.usage.input_tokens, third.output_text)
             raw = (await web.get(f"/v1/responses/{third.id}")).json
-            assert "messages" not in raw, "what is kept for later is not part of the response"
+            assert "turns" not in raw, "what is kept for later is not part of the response"
             await client.responses.delete(first.id)
             passing = await client.responses.create(**ASK, store=False)
             running = await client.responses.create(**{**ASK, "max_output_tokens": 300}, background=True)
@@ -232,6 +233,43 @@ def test_a_conversation_goes_on_from_what_is_stored(tried: Any, queue_config: Qu
                 assert (refused.value.code, refused.value.param) == (code, "previous_response_id")
             await client.responses.cancel(running.id)
             assert (await client.responses.retrieve(then.id)).output_text == then.output_text
+
+    tried(scenario)
+
+
+def test_each_turn_is_kept_once_and_as_long_as_it_is_needed(tried: Any, queue_config: QueueConfig) -> None:
+    async def scenario(web: Web) -> None:
+        words = ("alpha", "bravo", "charly", "delta", "echo")
+        async with web.openai() as client, aioredis.Redis.from_url(queue_config.redis_url, protocol=2) as server:
+            ids: list[Any] = [None]
+            for number, word in enumerate(words):
+                ttl: Any = {"ttl_ms": 60_000 * (number + 1)}
+                made = await client.responses.create(
+                    input=f"Say {word}.",
+                    model="smollm2-135m",
+                    temperature=0,
+                    max_output_tokens=4,
+                    previous_response_id=ids[-1],
+                    extra_body=ttl,
+                )
+                ids.append(made.id)
+            notes = await server.keys("*:note:*")
+            turns = await server.keys("*:doc:turn:*")
+            assert len(notes) == len(turns) == len(words)
+            kept = [await server.get(key) for key in notes] + [b"".join(await server.hvals(key)) for key in turns]
+            assert [sum(text.count(f"Say {word}.".encode()) for text in kept) for word in words] == [1] * len(words)
+            longest = max([await server.pttl(key) for key in notes])
+            assert min([await server.pttl(key) for key in turns]) > longest, "a turn is there while a note names it"
+            for name in ids[1:-1]:
+                await client.responses.delete(name)
+            spelt = await client.responses.create(
+                **{**ASK, "input": "And?", "max_output_tokens": 4}, previous_response_id=ids[-1]
+            )
+            assert spelt.usage is not None and spelt.usage.input_tokens > 8 * len(words), "with all that was said"
+            await server.delete(turns[0])
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(**ASK, previous_response_id=ids[-1])
+            assert refused.value.code == "previous_response_not_found"
 
     tried(scenario)
 
