@@ -22,7 +22,7 @@ from pagemill.ingest.keys import QueueKeys, is_request_id
 from pagemill.ingest.model_map import queue_of, read_models
 from pagemill.ingest.overview import Overview, read_overview
 from pagemill.ingest.records import Record, read_record
-from pagemill.ingest.redis import connect_commands, is_unavailable, shown_url
+from pagemill.ingest.redis import connect_commands, may_pass, shown_url
 from pagemill.ingest.replay import Event
 from pagemill.ingest.results import Delta, RequestFailed, Result, refused_result, result_of
 from pagemill.ingest.schema import check_and_encode
@@ -33,8 +33,8 @@ Reply = TypeVar("Reply")
 
 
 class QueueUnavailableError(PagemillError):
-    """Redis does not answer. A submission may or may not have been accepted: repeat it with the same `id` or
-    `idempotency_key`."""
+    """Redis does not answer, or may not serve us. A submission may or may not have been accepted: repeat it with the
+    same `id` or `idempotency_key`."""
 
 
 class AsyncHandle:
@@ -315,10 +315,10 @@ class AsyncClient:
         except (RedisError, OSError) as error:
             if str(error).startswith("WRONGTYPE"):
                 raise RequestError("request_lost", "a key of the request holds something else") from error
-            if not is_unavailable(error):
+            if not may_pass(error):
                 raise
             raise QueueUnavailableError(
-                f"redis at {shown_url(self.config.redis_url)} does not answer: {error}"
+                f"redis at {shown_url(self.config.redis_url)} does not serve us: {error}"
             ) from error
 
 

@@ -18,7 +18,8 @@ from pagemill.ingest.callback import salvaged
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry, check_shard, read_id, read_request
 from pagemill.ingest.events import Transcript
-from pagemill.ingest.keys import QueueKeys
+from pagemill.ingest.inspection import Inspector
+from pagemill.ingest.keys import QueueKeys, ShardKeys
 from pagemill.ingest.live_request import Ending, LiveRequest, cancelled_error, expired_error
 from pagemill.ingest.placement import HeldPrefixes, beginnings_of
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
@@ -59,6 +60,7 @@ class Intake:
         self._model = model
         self._stopping = stopping
         self._held = held
+        self._inspector = Inspector(client)
 
     async def take(
         self,
@@ -85,7 +87,9 @@ class Intake:
         refusal: RequestError | None = None
         data = b""
         try:
-            data = await self._insist(lambda: read_body(self._client, entry, request_id, self._config.max_body_bytes))
+            data = await self._insist(
+                entry.shard, lambda: read_body(self._client, entry, request_id, self._config.max_body_bytes)
+            )
             body = read_request(entry.fields, data, self._config.max_body_bytes)
         except RequestError as error:
             refusal = error
@@ -116,7 +120,7 @@ class Intake:
             running=running,
             avoided=avoided,
         )
-        begun = scripts.BeginReply.read(await self._insist(lambda: scripts.run_one(self._client, call)))
+        begun = scripts.BeginReply.read(await self._insist(entry.shard, lambda: scripts.run_one(self._client, call)))
         if begun == "suspect" or begun == "old suspect" or begun == "busy":
             return Postponed(begun, tenant)
         if isinstance(begun, scripts.Offered):
@@ -137,7 +141,7 @@ class Intake:
         """Read what earlier engines have published of a request. Where a part has been lost it goes on from what fits
         together before it, and what was told beyond that is compared with what it generates now."""
         key = live.entry.shard.events(live.request_id)
-        items: Any = await self._insist(lambda: self._client.xrange(key))
+        items: Any = await self._insist(live.entry.shard, lambda: self._client.xrange(key))
         recalled: list[bytes] = []
         transcript = Transcript()
         for _, fields in items:
@@ -155,12 +159,12 @@ class Intake:
             kept=len(recalled),
         )
         call = scripts.rewind(live.entry.shard, live.request_id, self._owner, live.begun.attempt, len(recalled))
-        if await self._insist(lambda: scripts.run_one(self._client, call)) != b"ok":
+        if await self._insist(live.entry.shard, lambda: scripts.run_one(self._client, call)) != b"ok":
             raise RequestError("request_lost", "another engine has the request")
 
     async def bury(self, entry: Entry, problem: UnreadableEntry) -> None:
         """Move an entry to the dead letters."""
-        await self._insist(lambda: dead_letters.bury(self._client, entry, self._owner, problem))
+        await self._insist(entry.shard, lambda: dead_letters.bury(self._client, entry, self._owner, problem))
 
     def _ending(
         self, begun: scripts.BeginReply, body: RequestBody | None, refusal: RequestError | None
@@ -184,15 +188,23 @@ class Intake:
         given = None if body is None else body.max_attempts
         return self._config.max_attempts if given is None else given
 
-    async def _insist(self, action: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat `action` while Redis is unavailable. Raises the error when the worker stops."""
+    async def _insist(self, shard: ShardKeys, action: Callable[[], Awaitable[_T]]) -> _T:
+        """Repeat `action` while Redis is unavailable, or not fit for any request. Raises the error when the worker
+        stops, and one that is the request's own."""
         backoff = Backoff()
+        again = False
         while True:
             try:
                 return await action()
             except (RedisError, OSError) as error:
-                if not is_unavailable(error) or self._stopping.is_set():
+                if self._stopping.is_set():
                     raise
+                if not is_unavailable(error) and not await self._inspector.blames(shard, error):
+                    if again:
+                        raise
+                    again = True  # what was wrong may just have been mended
+                    continue
+            again = False
             await backoff.sleep()
 
 

@@ -150,10 +150,14 @@ class ShardKeys:
 
     def lasting(self) -> frozenset[str]:
         """The keys that may exist without a time to live."""
-        hooks = (self.hooks_due, self.hooks_dead)
-        return frozenset(
-            (*self.streams, self.delayed, self.dead_letters, self.engines, self.heartbeats, self.statistics, *hooks)
-        )
+        return frozenset(self.kinds()) - {self.waiting, self.load}
+
+    def kinds(self) -> dict[str, str]:
+        """The type of each key that all requests of the shard share."""
+        streams = (*self.streams, self.dead_letters, self.hooks_dead)
+        sorted_sets = (self.delayed, self.heartbeats, self.hooks_due, self.waiting)
+        hashes = (self.engines, self.statistics, self.load)
+        return dict.fromkeys(streams, "stream") | dict.fromkeys(sorted_sets, "zset") | dict.fromkeys(hashes, "hash")
 
 
 @dataclass(frozen=True, slots=True)

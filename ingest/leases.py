@@ -28,7 +28,7 @@ from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.placement import HeldPrefixes
-from pagemill.ingest.redis import Client, is_unavailable
+from pagemill.ingest.redis import Client, may_pass
 
 BEAT_S = 1.0  # what is told of the engine is never older
 MAP_CELLS = 96  # of the picture of the pool
@@ -86,7 +86,7 @@ class Lease:
             try:
                 await self.renew()
             except (RedisError, OSError) as error:
-                if not is_unavailable(error):
+                if not may_pass(error):
                     raise
                 _log.debug("heartbeat failed", reason=str(error))
 

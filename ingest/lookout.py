@@ -26,7 +26,7 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry, check_shard, read_id, read_request
 from pagemill.ingest.intake import read_body, unsupported_model
 from pagemill.ingest.keys import GROUP, QueueKeys, ShardKeys
-from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_unavailable
+from pagemill.ingest.redis import Backoff, Client, connect_blocking, may_pass
 from pagemill.ingest.schema import RequestBody, UnreadableBody
 
 ROOM_POLL_S = 0.1  # every wake-up takes the interpreter away from a step
@@ -75,7 +75,7 @@ class Lookout:
                     await self._look(reader)
                     backoff.reset()
                 except (RedisError, OSError) as error:
-                    if not is_unavailable(error) and not isinstance(error, ResponseError):
+                    if not may_pass(error) and not isinstance(error, ResponseError):
                         raise
                     _log.debug("waiting entries could not be looked at", reason=str(error))
                     await backoff.sleep()
@@ -123,7 +123,7 @@ class Lookout:
             if record != [entry.entry_id, b"%d" % entry.stream]:
                 calls.append(await self._accept(entry, request_id))
         for call, reply in zip(calls, await scripts.run(self._client, calls) if calls else [], strict=True):
-            if isinstance(reply, BaseException) and is_unavailable(reply):
+            if isinstance(reply, BaseException) and may_pass(reply):
                 raise reply
             if isinstance(reply, BaseException):
                 _log.warning("entry could not be looked at", call=call.name, reason=str(reply))
@@ -172,7 +172,7 @@ class Lookout:
                     if isinstance(reply, BaseException):
                         raise reply
             except (RedisError, OSError) as error:
-                if not is_unavailable(error):
+                if not may_pass(error):
                     _log.warning("waiting requests could not be looked at", reason=str(error))
                 continue
             first, given, _ = replies[0]

@@ -18,8 +18,9 @@ from redis.exceptions import RedisError
 from pagemill.engine.outputs import SequenceOutput
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.inspection import Inspector
 from pagemill.ingest.live_request import LiveRequest
-from pagemill.ingest.redis import Backoff, Client, is_unavailable
+from pagemill.ingest.redis import Backoff, Client, is_unavailable, may_pass
 
 MAX_BATCH = 512
 MAX_FLUSH_BYTES = 1 << 20  # a flush that has so much takes no other request: tokens do not wait for many long results
@@ -51,7 +52,9 @@ class Outbox:
         self._on_cancel = on_cancel
         self._on_end = on_end
         self._clock = clock
+        self._inspector = Inspector(client)
         self._due: dict[LiveRequest, float] = {}
+        self._refused: set[LiveRequest] = set()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,21 +87,23 @@ class Outbox:
         while True:
             batch = await self._next_batch()
             try:
-                await self._flush(batch)
+                trouble = await self._flush(batch)
             except (RedisError, OSError) as error:
-                if not is_unavailable(error):
+                if not may_pass(error):
                     raise
+                trouble = error
+            if trouble is not None:
                 if not away:
-                    _log.warning("redis is unavailable, events wait", requests=len(batch), reason=str(error))
+                    _log.warning("redis is unavailable, events wait", requests=len(batch), reason=str(trouble))
                 away = True
                 await backoff.sleep()
-            else:
-                if away:
-                    _log.info("redis is back, events are sent")
-                away = False
-                backoff.reset()
-                if not self._due:
-                    self._idle.set()
+                continue
+            if away:
+                _log.info("redis is back, events are sent")
+            away = False
+            backoff.reset()
+            if not self._due:
+                self._idle.set()
 
     def _schedule(self, live: LiveRequest, due: float) -> None:
         known = self._due.get(live)
@@ -123,7 +128,8 @@ class Outbox:
             except TimeoutError:
                 continue
 
-    async def _flush(self, batch: Sequence[LiveRequest]) -> None:
+    async def _flush(self, batch: Sequence[LiveRequest]) -> BaseException | None:
+        """Returns what kept the server from taking some, which are sent again."""
         calls: list[scripts.Call] = []
         sent: list[LiveRequest] = []
         now = self._clock()
@@ -139,24 +145,27 @@ class Outbox:
                 self._due.update((later, self._due.get(later, now)) for later in batch[number + 1 :])
                 break
         if not calls:
-            return
+            return None
         self.flushes += 1
         try:
             replies = await scripts.run(self._client, calls)
         except BaseException:
             self._due.update(dict.fromkeys(sent, 0.0))
             raise
-        unavailable: BaseException | None = None
+        trouble: BaseException | None = None
         for live, call, reply in zip(sent, calls, replies, strict=True):
             if not isinstance(reply, BaseException):
+                self._refused.discard(live)
                 self._settle(live, call, reply)
-            elif is_unavailable(reply):
+            elif is_unavailable(reply) or await self._inspector.blames(live.entry.shard, reply):
                 self._due[live] = 0.0
-                unavailable = reply
+                trouble = reply
+            elif live not in self._refused:
+                self._refused.add(live)  # what was wrong may just have been mended
+                self._due[live] = 0.0
             else:
                 self.drop(live, str(reply), "refused")
-        if unavailable is not None:
-            raise unavailable
+        return trouble
 
     def _settle(self, live: LiveRequest, call: scripts.Call, raw: bytes) -> None:
         reply = scripts.WriteReply.read(raw)
@@ -184,4 +193,5 @@ class Outbox:
         _log.warning("request given up", **live.names, outcome=outcome, reason=reason)
         live.detached = True
         self._due.pop(live, None)
+        self._refused.discard(live)
         self._on_end(live, outcome)

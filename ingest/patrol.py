@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from redis.exceptions import RedisError
 
 from pagemill.ingest.live_request import LiveRequest
-from pagemill.ingest.redis import Client, is_unavailable
+from pagemill.ingest.redis import Client, may_pass
 
 
 class Patrol:
@@ -53,7 +53,7 @@ class Patrol:
             try:
                 await self._look_at(quiet)
             except (RedisError, OSError) as error:
-                if not is_unavailable(error):
+                if not may_pass(error):
                     raise
 
     async def _look_at(self, quiet: list[LiveRequest]) -> None:

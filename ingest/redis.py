@@ -28,6 +28,7 @@ from redis.exceptions import (
     ConnectionError,
     MasterDownError,
     MovedError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -60,6 +61,13 @@ _UNAVAILABLE = (
     NoScriptError,
 )
 _UNAVAILABLE_WORDS = ("MISCONF", "NOREPLICAS", "CLUSTERDOWN", "BUSY ", "UNKILLABLE", "LOADING", "READONLY", "OOM")
+_BROKEN_OFF = ("Script killed by user",)
+
+# The user may not: said plainly, in a script of Valkey, in one of Redis 7.0. Or the command has been renamed.
+_FORBIDDEN_WORDS = (
+    *("NOPERM", "ACL failure in script", "The user executing the script can't"),
+    *("unknown command", "Unknown command", "Unknown Redis command"),
+)
 
 MIN_VERSION = (7, 0)
 
@@ -205,8 +213,20 @@ def shown_url(url: str) -> str:
 def is_unavailable(error: BaseException) -> bool:
     """Whether the same command may succeed later, unchanged."""
     return isinstance(error, _UNAVAILABLE) or (
-        isinstance(error, ResponseError) and str(error).startswith(_UNAVAILABLE_WORDS)
+        isinstance(error, ResponseError) and str(error).startswith(_UNAVAILABLE_WORDS + _BROKEN_OFF)
     )
+
+
+def is_forbidden(error: BaseException) -> bool:
+    """Whether the user may not do this, or the server knows the command by another name: for a person to mend."""
+    return isinstance(error, NoPermissionError) or (
+        isinstance(error, ResponseError) and str(error).startswith(_FORBIDDEN_WORDS)
+    )
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same command may succeed later, unchanged, perhaps once a person has mended something."""
+    return is_unavailable(error) or is_forbidden(error)
 
 
 def is_group_lost(error: ResponseError) -> bool:

@@ -17,7 +17,7 @@ from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, Offer
 from pagemill.ingest.keys import GROUP, PRIORITIES, ShardKeys
-from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lost, is_unavailable
+from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lost, may_pass
 
 _PAGE = 100
 REAP_S = 1.0
@@ -111,7 +111,7 @@ class StreamReader:
                     self._losses = 0
                 await asyncio.sleep(0.1)
                 return []
-            if not is_unavailable(error):
+            if not may_pass(error):
                 # Another program's key in the place of a stream, a user who may not read it: for a person to mend.
                 keys = f"{self._shard.streams[0]} to {self._shard.streams[-1]}"
                 raise ConfigError(

@@ -38,6 +38,7 @@ from pagemill.engine.errors import EngineDeadError
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry
+from pagemill.ingest.inspection import wait_until_fit
 from pagemill.ingest.intake import Intake, Postponed
 from pagemill.ingest.keys import QueueKeys, ShardKeys
 from pagemill.ingest.leases import Lease
@@ -47,7 +48,7 @@ from pagemill.ingest.outbox import Outbox, Outcome
 from pagemill.ingest.patrol import Patrol
 from pagemill.ingest.placement import HeldPrefixes, Offers, is_wanted
 from pagemill.ingest.quarantine import Quarantine
-from pagemill.ingest.redis import Client, connect_commands, is_unavailable, wait_for_server
+from pagemill.ingest.redis import Client, connect_commands, may_pass
 from pagemill.ingest.starter import Starter
 from pagemill.ingest.stream_reader import StreamReader
 from pagemill.ingest.tenant_lines import TenantLines
@@ -112,12 +113,12 @@ class Worker:
         """Serve until stopped; cancelled, it gives back at once what runs. Waits for a Redis that is not there yet.
 
         Raises `EngineDeadError` when the device fails (its requests stay in the stream for the next engine) and
-        `ConfigError` when the server is too old.
+        `ConfigError` when the server is too old or not fit (see `inspection`).
         """
         tasks: list[asyncio.Task[Any]] = []
         readers: list[asyncio.Task[None]] = []
         try:
-            if not await wait_for_server(self._client, self._config.redis_url, self._stopping):
+            if not await wait_until_fit(self._client, self._keys, self._config.redis_url, self._stopping):
                 return
             death = asyncio.create_task(self._engine.wait_for_death())
             stopping = asyncio.create_task(self._stopping.wait())
@@ -293,7 +294,7 @@ class Worker:
                 running = len(self._live) if may_offer else None
                 self._postpone(entry, await self._take(entry, busy=self._lines, running=running))
         except (RedisError, OSError) as error:
-            if not is_unavailable(error):  # unheard, whoever offers it begins it a little later
+            if not may_pass(error):  # unheard, whoever offers it begins it a little later
                 raise
         finally:
             self._starting.release()
@@ -327,7 +328,7 @@ class Worker:
                         if not await self._begin_postponed(tenant, entry):
                             break
                 except (RedisError, OSError) as error:
-                    if not is_unavailable(error):
+                    if not may_pass(error):
                         raise
 
     async def _begin_postponed(self, tenant: str, entry: Entry) -> bool:
@@ -369,7 +370,7 @@ class Worker:
             pass  # `run` ends with it, and the entry is still in the stream.
         except Exception as error:
             name = entry.entry_id.decode()
-            if isinstance(error, RedisError | OSError) and is_unavailable(error):  # and this worker stops
+            if isinstance(error, RedisError | OSError) and may_pass(error):  # and this worker stops
                 _log.warning("entry left to others", **entry.names, entry=name, reason=str(error))
             else:
                 _log.error("entry cannot be served", **entry.names, entry=name, reason=str(error), exc_info=error)

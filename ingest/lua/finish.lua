@@ -28,8 +28,9 @@ if not record[1] then
 end
 if record[2] ~= ARGV[3] or record[3] ~= ARGV[4] then return 'stale' end
 if record[1] ~= 'running' then
-  if record[1] == ARGV[7] then return 'ok ' .. record[4] end
-  return 'stale'
+  if record[1] ~= ARGV[7] then return 'stale' end
+  remove() -- in case that the first call broke off
+  return 'ok ' .. record[4]
 end
 if record[5] == '1' and ARGV[7] == 'completed' then return 'cancelled' end
 

@@ -2,7 +2,8 @@
 -- `wait`: sorted set, deadline (server ms) by "<id> <stream> <entry> <prompt tokens> <tenant>": all that is needed to
 -- take a request out of the sums again, even if its record is gone.
 -- `load`: hash, the sums over `wait`: requests and prompt tokens by priority (n0 t0 n1 ...) and by tenant (n@x t@x).
--- Only `count` and `uncount` write them, always both, so they cannot drift apart.
+-- Only `count` and `uncount` write them, always both, so they cannot drift apart; the sums first, so that where these
+-- cannot be written neither is.
 
 local WAIT_TTL_MS = 691200000 -- longer than any deadline
 
@@ -18,13 +19,16 @@ end
 
 local function count(wait, load, id, stream, entry, tokens, tenant, deadline)
   local member = table.concat({id, stream, entry, tokens, tenant}, ' ')
-  if redis.call('ZADD', wait, 'NX', deadline, member) == 0 then return end
+  if redis.call('ZSCORE', wait, member) then return end
   add_load(load, stream, tenant, tonumber(tokens), 1)
+  redis.call('ZADD', wait, deadline, member)
   redis.call('PEXPIRE', wait, WAIT_TTL_MS)
   redis.call('PEXPIRE', load, WAIT_TTL_MS)
 end
 
 local function uncount(wait, load, id, stream, entry, tokens, tenant)
   local member = table.concat({id, stream, entry, tokens, tenant}, ' ')
-  if redis.call('ZREM', wait, member) == 1 then add_load(load, stream, tenant, tonumber(tokens), -1) end
+  if not redis.call('ZSCORE', wait, member) then return end
+  add_load(load, stream, tenant, tonumber(tokens), -1)
+  redis.call('ZREM', wait, member)
 end

@@ -5,10 +5,17 @@ local PUBLISH = 'PUBLISH'
 -- new seq; nil where the stream with those before them has gone.
 local function publish(events, channel, seq, offset, first, last)
   for i = first + seq - offset, last do
+    local id, added = (seq + 1) .. '-0'
     if seq == 0 then
-      redis.call('XADD', events, '1-0', 'e', ARGV[i])
-    elseif not redis.call('XADD', events, 'NOMKSTREAM', (seq + 1) .. '-0', 'e', ARGV[i]) then
-      return nil
+      added = redis.pcall('XADD', events, id, 'e', ARGV[i])
+    else
+      added = redis.pcall('XADD', events, 'NOMKSTREAM', id, 'e', ARGV[i])
+    end
+    if not added then return nil end
+    if type(added) == 'table' then
+      -- It is there if an earlier call broke off between here and the record, as where the user may not publish.
+      local found = redis.call('XRANGE', events, id, id)[1]
+      if not found or found[2][2] ~= ARGV[i] then error(added) end
     end
     seq = seq + 1
     redis.call(PUBLISH, channel, seq .. ' ' .. ARGV[i])
