@@ -126,7 +126,10 @@ class Lease:
         """Give the lease up: the others may take at once what is left. False: Redis could not be told."""
         try:
             async with asyncio.timeout(5):
-                await scripts.run(self._client, [scripts.retire(shard, self._owner) for shard in self._keys.shards])
+                calls = [scripts.retire(shard, self._owner) for shard in self._keys.shards]
+                for reply in await scripts.run(self._client, calls):
+                    if isinstance(reply, BaseException):
+                        raise reply
         except (RedisError, OSError) as error:
             _log.warning("could not leave the list of engines", reason=str(error) or type(error).__name__)
             return False

@@ -4,9 +4,10 @@
 -- ARGV 1 group, 2 owner
 -- include entries
 redis.call('ZREM', KEYS[1], ARGV[2])
-if not holds_nothing_of(KEYS, 5, ARGV[1], ARGV[2]) then redis.call('ZADD', KEYS[1], LEFT, ARGV[2]) end
 redis.call('HDEL', KEYS[2], ARGV[2])
 redis.call('UNLINK', KEYS[3], KEYS[4])
+-- The last part, since it fails where a key is no stream.
+if not holds_nothing_of(KEYS, 5, ARGV[1], ARGV[2]) then redis.call('ZADD', KEYS[1], LEFT, ARGV[2]) end
 for i = 5, #KEYS do
   -- Deleting a consumer throws its pending entries away, so only one that has none.
   if holds_nothing(KEYS[i], ARGV[1], ARGV[2]) then redis.call('XGROUP', 'DELCONSUMER', KEYS[i], ARGV[1], ARGV[2]) end
