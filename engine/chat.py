@@ -333,9 +333,12 @@ def _tools(value: object) -> list[dict[str, Any]] | None:
 
 def _tool(where: str, value: object) -> dict[str, Any]:
     tool = _object(where, value)
+    other = invalid(f'{where}.type must be "function"', f"{where}.type")
+    if tool.get("type", "function") != "function":
+        raise other
     _check_fields(where, tool, ("type", "function"))
-    if tool.get("type") != "function":
-        raise invalid(f'{where}.type must be "function"', f"{where}.type")
+    if "type" not in tool:
+        raise other
     name = f"{where}.function"
     function = {key: item for key, item in _object(name, tool.get("function")).items() if item is not None}
     _check_fields(name, function, ("name", "description", "parameters", "strict"))

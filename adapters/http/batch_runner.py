@@ -253,7 +253,7 @@ class BatchRunner:
         try:
             status, body = 200, await self._answer(job, name, item["body"])
         except Exception as error:
-            known = as_api_error(error)
+            known = as_api_error(error, job.batch["endpoint"])
             if known is not None and known.code == "queue_unavailable":
                 raise
             if known is None:

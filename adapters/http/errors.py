@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 from redis.exceptions import RedisError
 
+from pagemill.adapters.http.field_names import in_words_of
 from pagemill.engine.errors import RequestError
 from pagemill.ingest.async_client import QueueUnavailableError
 from pagemill.ingest.redis import is_unavailable
@@ -88,8 +89,8 @@ def internal_error() -> ApiError:
     return ApiError(500, "the gateway failed on this request", kind="server_error", code="internal_error")
 
 
-def as_api_error(error: Exception) -> ApiError | None:
-    """The answer to what the queue's client raises; None for what nobody expected."""
+def as_api_error(error: Exception, path: str) -> ApiError | None:
+    """The answer on `path` to what the queue's client raises; None for what nobody expected."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueUnavailableError) or (isinstance(error, RedisError | OSError) and is_unavailable(error)):
@@ -105,14 +106,17 @@ def as_api_error(error: Exception) -> ApiError | None:
     status, kind, code = _STATUS.get(error.code, (500, "server_error", None))
     if error.code == "queue_full" and _TENANT_CAP in error.message:
         status, kind, code = 429, "rate_limit_error", "rate_limit_exceeded"
+    param, message = error.param, error.message
+    if param is not None:
+        param, message = in_words_of(path, param, message)
     retry_after_ms = error.retry_after_ms
     if retry_after_ms is None and status in (429, 503):
         retry_after_ms = RETRY_MS
     return ApiError(
         status,
-        error.message,
+        message,
         code=code or error.code,
-        param=error.param,
+        param=param,
         kind=kind,
         retry_after_ms=retry_after_ms if status in (429, 503) else None,
     )

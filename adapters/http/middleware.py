@@ -73,7 +73,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         task.uncancel()
         return leaving_error().response()
     except Exception as error:
-        known = as_api_error(error)
+        known = as_api_error(error, request.path)
         if known is None:
             _log.exception("a request failed")
             known = internal_error()

@@ -24,12 +24,14 @@ from pagemill.adapters.http.errors import ApiError, not_found
 from pagemill.adapters.http.gateway import Gateway, gateway_of, tenant_of
 from pagemill.adapters.http.generation import Generation, deadline_passed, idempotency_key, traceparent
 from pagemill.adapters.http.half_close import whole_connection
+from pagemill.adapters.http.item_references import with_references
 from pagemill.adapters.http.openai_routes import json_response
 from pagemill.adapters.http.queues import Model
 from pagemill.adapters.http.responses_body import AskedResponse, read_response
 from pagemill.adapters.http.responses_fold import (
     ResponseFold,
     request_id_of,
+    response_id,
     response_object,
     response_of_record,
 )
@@ -49,6 +51,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     gateway, tenant = gateway_of(request), tenant_of(request)
     body = await read_json(request, gateway.config.http_read_timeout_s)
     key = idempotency_key(request, body)
+    body["input"] = await with_references(body.get("input"), lambda name: _output_of(request, name))
     asked = read_response(body)
     model = await gateway.queues.find(asked.model)
     named = {} if model.queue_model is None else {"model": model.queue_model}
@@ -118,6 +121,16 @@ async def _history(request: web.Request, previous: str | None) -> History:
 def _no_previous(previous: str) -> ApiError:
     message = f"previous response {previous[:128]!r} is not there; it may have expired, or was not stored"
     return ApiError(400, message, param=PREVIOUS, code="previous_response_not_found")
+
+
+async def _output_of(request: web.Request, request_id: str) -> list[dict[str, Any]]:
+    """The items of a stored response; none where there is no such response."""
+    try:
+        _, record, note = await _find(request, response_id(request_id))
+    except ApiError:
+        return []
+    output: list[dict[str, Any]] = response_of_record(record, note)["output"]
+    return output
 
 
 async def show(request: web.Request) -> web.StreamResponse:

@@ -203,8 +203,9 @@ class OutputItems:
 
     def _open_call(self, name: str) -> Iterator[ItemEvent]:
         made = call_id(self._parser, self._request_id, 0, self._calls)
+        item_id = f"fc_{self._request_id}" + (f"_{self._calls}" if self._calls else "")
         self._calls += 1
-        item = {"id": f"fc_{made.removeprefix('call_')}", "type": "function_call", "status": "in_progress"}
+        item = {"id": item_id, "type": "function_call", "status": "in_progress"}
         yield self._open({**item, "call_id": made, "name": name, "arguments": ""})
 
     def _open(self, item: dict[str, Any]) -> ItemEvent:

@@ -65,7 +65,7 @@ async def ending_with_errors(gateway: Gateway, sse: SseStream) -> AsyncGenerator
         task.uncancel()
         await _tell(sse, leaving_error())
     except Exception as error:
-        known = as_api_error(error)
+        known = as_api_error(error, sse.request.path)
         if known is None:
             _log.exception("a stream failed")
             known = internal_error()

@@ -118,7 +118,13 @@ REFUSED = [
     ({"input": "x", "previous_response_id": 1}, "previous_response_id"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ({"input": "x", "background": True, "store": False}, "store"), ({"input": "x", "temperature": 900}, "temperature"),
-    ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"), ({"input": "x " * 900}, "prompt"),
+    ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"), ({"input": "x " * 900}, "input"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+    ({"input": "x", "max_output_tokens": 10**12}, "max_output_tokens"),
+    ({"input": "x", "tools": [{"type": "function", "name": "?"}]}, "tools[0].name"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "", "arguments": ""}]}, "input"),
+    ({"input": [{"type": "item_reference", "id": "msg_r0_none"}]}, "input[0].id"),
+    ({"input": [{"id": "nothing"}]}, "input[0].id"),
 ]  # fmt: skip
 
 
@@ -192,6 +198,10 @@ def test_calls_of_tools_and_their_results(tried: Any) -> None:
             answer = await client.responses.create(**told, previous_response_id=whole.id)
             assert answer.output_text and answer.previous_response_id == whole.id
             spelt = [{"role": "user", "content": asked["input"]}, call.model_dump(), result]
+            named = [spelt[0], {"type": "item_reference", "id": call.id}, result]
+            same = await client.responses.create(**{**told, "input": named})
+            assert same.usage is not None and answer.usage is not None
+            assert same.usage.input_tokens == answer.usage.input_tokens, "as if it had been sent back"
             same = await client.responses.create(**{**told, "input": spelt})
             assert same.output_text == answer.output_text and same.usage == same.usage
             assert same.usage is not None and answer.usage is not None
