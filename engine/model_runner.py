@@ -29,6 +29,7 @@ from pagemill.engine.request import Request
 from pagemill.engine.sampler import position_logprobs, sample_step
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence, SchedulerOutput, StepResult
+from pagemill.engine.torch_import import complete
 from pagemill.engine.weights import Checkpoint
 from pagemill.kernels.layout import KVLayout
 from pagemill.kernels.ops import LogitEdits, Ops, select_ops
@@ -58,6 +59,8 @@ class ModelRunner:
     ) -> None:
         check_architecture(folder)
         self.device = device_of(config)
+        if self.device == "cuda":
+            complete()  # operators of its own for GPUs are among what torch's import puts off
         self._dtype = _dtype(config, self.device)
         self.quantization = settle(config, folder, self.device)
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS[self.device]

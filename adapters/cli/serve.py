@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,23 +38,27 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Serve until a signal. Returns 0 after a clean stop; a device that fails is an `EngineDeadError`."""
-    _import_engine()
     engine, queue, process = settings.engine(), settings.queue(), settings.process()
     if args.command == "engine":
+        _import_engine()
         return asyncio.run(_serve(engine, queue))
     gateway, webhook = settings.gateway(), settings.webhook()
     if settings.is_given("redis_url"):
+        _import_engine()
         return asyncio.run(_serve_all(engine, gateway, webhook, queue))
     with _embedded(process) as server:
         return asyncio.run(_serve_all(engine, gateway, webhook, queue.replace(redis_url=server.url)))
 
 
 def _import_engine() -> None:
-    """Where the engine is not installed, say so before a server is started. Modules stay: looking for garbage among
-    them takes a seventh of the time that importing them takes, and as long again when the start is over."""
+    """Modules stay: looking for garbage among them takes a seventh of the time that importing them takes, and as long
+    again when the start is over."""
+    from pagemill.engine.torch_import import without_compilers
+
     gc.disable()
     try:
-        import pagemill.ingest.worker  # noqa: F401
+        with without_compilers():
+            import pagemill.ingest.worker  # noqa: F401
     finally:
         gc.enable()
     gc.freeze()
@@ -61,8 +66,14 @@ def _import_engine() -> None:
 
 @contextlib.contextmanager
 def _embedded(process: ProcessConfig) -> Iterator[EmbeddedServer]:
+    """A server that answers. The engine is imported while it starts."""
     server = EmbeddedServer(process.data_dir or default_data_dir(), port=process.port)
-    with server.start():
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor(1) as beside:
+            stack.callback(server.stop)
+            starting = beside.submit(server.start)
+            _import_engine()
+        starting.result()
         yield server
 
 

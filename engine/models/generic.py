@@ -23,6 +23,7 @@ from pagemill.engine.models.base import Loading
 from pagemill.engine.models.quiet import quiet_transformers
 from pagemill.engine.models.refusals import read_config, refused, rope_tables
 from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
+from pagemill.engine.torch_import import complete
 from pagemill.kernels.layout import KVLayout, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.ops import Ops
@@ -34,6 +35,7 @@ class GenericModel:
     """A causal language model of transformers. Raises `ConfigError`, with the reason, where it cannot be served."""
 
     def __init__(self, folder: ModelFolder, loading: Loading, max_model_len: int | None = None) -> None:
+        complete()  # models are traced on the meta device
         config = read_config(folder)
         register()
         traced = _traced(folder, config)

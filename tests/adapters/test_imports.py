@@ -17,6 +17,16 @@ llm = LLM("smollm2-135m", num_blocks_override=8, threads=1, max_num_seqs=2, max_
 assert llm._parts.tokenizer.apply_chat(Chat([{"role": "user", "content": "x"}]))
 """
 
+_GENERATES = f"""
+from pagemill.engine.torch_import import without_compilers
+with without_compilers():
+    import pagemill.ingest.worker
+{_LOADS}
+from pagemill import SamplingParams
+kinds = [SamplingParams(max_tokens=4, temperature=0), SamplingParams(max_tokens=4, top_p=0.9, logprobs=2)]
+llm.generate(["one two three"] * 2, kinds)
+"""
+
 
 @pytest.mark.parametrize(
     ("program", "banned"),
@@ -31,9 +41,28 @@ assert llm._parts.tokenizer.apply_chat(Chat([{"role": "user", "content": "x"}]))
         ("import pagemill.adapters.cli.webhooks_command", [name for name in _HEAVY if name != "aiohttp"]),
         ("import pagemill.ingest.worker", (*_NEVER, "numba", "aiohttp")),
         (_LOADS, (*_NEVER, "aiohttp", "redis")),
+        (_GENERATES, (*_NEVER, "torch._decomp", "torch._prims")),
     ],
 )
 def test_nothing_is_imported_that_is_not_needed(program: str, banned: tuple[str, ...]) -> None:
     program += f"\nimport sys; print([name for name in {list(banned)!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_what_torch_puts_off_runs_for_whoever_needs_it() -> None:
+    program = """
+from pagemill.engine.torch_import import complete, without_compilers
+with without_compilers():
+    import torch
+def shape():
+    return torch.empty(3, 3, device="meta").index_select(0, torch.zeros(2, dtype=torch.int64, device="meta")).shape
+try:
+    print(shape())
+except NotImplementedError:
+    print("put off")
+complete()
+print(tuple(shape()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == ["put off", "(2, 3)"]
