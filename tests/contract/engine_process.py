@@ -12,6 +12,8 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.worker import Worker
 from tests.contract.conftest import ENGINE
 
+LEASE_S = 2.5
+
 
 async def main(url: str, queue: str, seconds: str) -> None:
     engine = await AsyncEngine.create(ENGINE)
@@ -22,7 +24,7 @@ async def main(url: str, queue: str, seconds: str) -> None:
         return step()
 
     engine._parts.core.step = slow_step  # type: ignore[method-assign]
-    config = QueueConfig(redis_url=url, queue=queue, heartbeat_timeout_s=2.5, block_ms=100, drain_timeout_s=0.5)
+    config = QueueConfig(redis_url=url, queue=queue, heartbeat_timeout_s=LEASE_S, block_ms=100, drain_timeout_s=0.5)
     await Worker(engine, config).run_until_signal()
     await engine.stop()
 

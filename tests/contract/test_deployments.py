@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,11 @@ def test_a_cluster_of_three(play: Any, engine: AsyncEngine, story: list[int]) ->
     async def scenario(nodes: list[Any]) -> None:
         url = f"redis+cluster://127.0.0.1:{nodes[0].port},127.0.0.1:{nodes[1].port}"
         config = QueueConfig(redis_url=url, shards=8, **FAST)
-        async with serving(engine, config), AsyncClient(config, watchdog_s=30) as client:
-            started = time.monotonic()
+        # Live events bring it: the watchdog would be too late.
+        async with serving(engine, config), AsyncClient(config, watchdog_s=600) as client:
             handles = [await client.submit(**STORY | {"max_tokens": 12}) for _ in range(8)]
             results = await asyncio.gather(*(handle.result(timeout=60) for handle in handles))
             assert all(result.token_ids == story[:12] for result in results)
-            assert time.monotonic() - started < 25, "live events did not arrive, the watchdog did"
             homes = {client._redis.get_node_from_key(client.keys.shard_of(h.id).statistics).port for h in handles}
             assert len(homes) > 1
             handle = await client.submit(**STORY | {"max_tokens": 300})
@@ -113,7 +111,7 @@ def test_tls_and_a_user_with_few_rights(play: Any, engine: AsyncEngine, story: l
             await plain.execute_command("ACL", "SETUSER", "mill", "on", ">p@ss/word", *RIGHTS.split())
         place = f"127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
         config = QueueConfig(redis_url=f"rediss://mill:p%40ss%2Fword@{place}", **FAST)
-        async with serving(engine, config), AsyncClient(config, watchdog_s=30) as client:
+        async with serving(engine, config), AsyncClient(config, watchdog_s=600) as client:
             handle = await client.submit(**STORY, flush_ms=0)
             assert [token for delta in [d async for d in handle] for token in delta.token_ids] == story
             other = await client.submit(**STORY | {"max_tokens": 300})

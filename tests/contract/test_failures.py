@@ -21,6 +21,7 @@ from pagemill.ingest.embedded import EmbeddedServer, free_port
 from pagemill.ingest.events import Transcript
 from pagemill.ingest.worker import Worker
 from tests.contract.conftest import ENGINE, STORY, TAG, EngineProcess, Outside, serving
+from tests.contract.engine_process import LEASE_S
 from tests.contract.test_protocol import check_events
 
 
@@ -32,7 +33,7 @@ def test_a_killed_engines_request_goes_on_where_it_stopped(
     story: list[int],
 ) -> None:
     process = engine_processes["killed"]
-    config = queue_config.replace(queue=process.queue)
+    config = queue_config.replace(queue=process.queue, heartbeat_timeout_s=LEASE_S)
 
     async def scenario() -> None:
         outside = Outside(config.redis_url, process.queue)
@@ -82,7 +83,7 @@ def test_two_engines_share_a_stream_and_one_leaves(
 ) -> None:
     """Each request runs once, on either; SIGTERM hands over what cannot be finished in time, burning no attempt."""
     process = engine_processes["leaving"]
-    config = queue_config.replace(queue=process.queue)
+    config = queue_config.replace(queue=process.queue, heartbeat_timeout_s=LEASE_S)
 
     async def scenario() -> None:
         outside = Outside(config.redis_url, process.queue)

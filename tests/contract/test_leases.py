@@ -112,6 +112,14 @@ async def alone(tiny: EngineConfig, config: QueueConfig, numbers: range) -> dict
     return tokens
 
 
+async def beaten(worker: Worker) -> None:
+    """Wait for the next heartbeat."""
+    renewed_at = worker._lease._renewed_at
+    async with asyncio.timeout(60):
+        while worker._lease._renewed_at == renewed_at:
+            await asyncio.sleep(0.01)
+
+
 async def ended(workers: Iterable[Worker], tasks: Iterable[asyncio.Task[None]], engines: Iterable[AsyncEngine]) -> None:
     for worker in workers:
         worker.stop()
@@ -199,17 +207,17 @@ def test_many_that_died_together_are_soon_back_in_one_batch(
 def test_a_hung_engine_loses_its_requests_and_drops_them_when_it_wakes(
     play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
 ) -> None:
-    config = queue_config.replace(heartbeat_timeout_s=0.4, retry_delay_ms=0)
+    config = queue_config.replace(heartbeat_timeout_s=1.5, retry_delay_ms=0)
 
     async def scenario() -> None:
         (expected,) = (await alone(tiny, config, range(1))).values()
         hung, other = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
         steps = Steps(hung)
+        steps.hold_when_begun = True
         first = Worker(hung, config)
         tasks = [asyncio.create_task(first.run())]
         await outside.add("a", {**prompt(0), "max_tokens": 100})
         await outside.first_delta("a")
-        steps.go.clear()
         await asyncio.to_thread(steps.held.wait, 60)
         assert not any(item["type"] == "done" for item in await outside.events("a"))
         second = Worker(other, config)
@@ -217,6 +225,7 @@ def test_a_hung_engine_loses_its_requests_and_drops_them_when_it_wakes(
         done = await outside.done("a", timeout=60)
         assert done["state"] == "completed" and done["attempt"] == 2
         count = len(await outside.events("a"))
+        steps.hold_when_begun = False
         steps.go.set()
         async with asyncio.timeout(60):
             while first.num_live or hung.num_live:
@@ -239,7 +248,7 @@ def test_an_engine_whose_steps_are_long_by_nature_keeps_its_requests(
     play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
 ) -> None:
     """It has got through a long step before; so one that is twice a lease is no reason to think that it hangs."""
-    config = queue_config.replace(heartbeat_timeout_s=0.8)
+    config = queue_config.replace(heartbeat_timeout_s=2.0)
 
     async def scenario() -> None:
         slow, other = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
@@ -247,7 +256,7 @@ def test_an_engine_whose_steps_are_long_by_nature_keeps_its_requests(
         step = steps.step
 
         def ordinary_step() -> Any:
-            threading.Event().wait(0.02)
+            threading.Event().wait(0.05)
             return step()
 
         steps.step = ordinary_step
@@ -255,20 +264,17 @@ def test_an_engine_whose_steps_are_long_by_nature_keeps_its_requests(
         tasks = [asyncio.create_task(workers[0].run())]
         await outside.add("a", {**prompt(0), "max_tokens": 100, "max_attempts": 1})
         await outside.first_delta("a")
-        for hold_s in (1.0, 1.7):
+        for hold_s in (2.5, 4.5):
             steps.held.clear()
             steps.go.clear()
             assert await asyncio.to_thread(steps.held.wait, 60)
             held = asyncio.create_task(asyncio.sleep(hold_s))
-            if hold_s > 1:
+            if hold_s > 4:
                 workers.append(Worker(other, config))
                 tasks.append(asyncio.create_task(workers[1].run()))
             await held
             steps.go.set()
-            async with asyncio.timeout(60):
-                while steps.held.is_set() and workers[0]._lease._pulse == slow.pulse[0]:
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(0.3)  # a heartbeat, which sees that it has got on
+            await beaten(workers[0])  # which sees that it has got on
         done = await outside.done("a", timeout=60)
         assert (done["state"], done["metrics"]["attempts"]) == ("completed", 1)
         await ended(workers, tasks, (slow, other))
@@ -281,7 +287,7 @@ def test_a_first_step_of_many_tokens_is_no_hang(
     play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
 ) -> None:
     """Nobody knows yet how long it takes, so it may last for several leases."""
-    config = queue_config.replace(heartbeat_timeout_s=0.4)
+    config = queue_config.replace(heartbeat_timeout_s=1.0)
 
     async def scenario() -> None:
         slow, other = await AsyncEngine.create(tiny), await AsyncEngine.create(tiny)
@@ -302,11 +308,7 @@ def test_a_first_step_of_many_tokens_is_no_hang(
         tasks.append(asyncio.create_task(workers[1].run()))
         await workers[1].ready.wait()
         for _ in range(12):  # of its heartbeats: three leases
-            lease = workers[0]._lease
-            renewed_at = lease._renewed_at
-            async with asyncio.timeout(60):
-                while lease._renewed_at == renewed_at:
-                    await asyncio.sleep(0.01)
+            await beaten(workers[0])
         go.set()
         done = await outside.done("a")
         assert (done["state"], done["metrics"]["attempts"]) == ("completed", 1)
@@ -327,7 +329,7 @@ def test_how_long_a_step_may_last() -> None:
 def test_a_generation_of_many_leases_runs_once(
     play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
 ) -> None:
-    config = queue_config.replace(heartbeat_timeout_s=0.2, max_attempts=1)
+    config = queue_config.replace(heartbeat_timeout_s=1.0, max_attempts=1)
 
     async def scenario() -> None:
         engines = [await AsyncEngine.create(tiny) for _ in range(2)]
@@ -335,7 +337,7 @@ def test_a_generation_of_many_leases_runs_once(
             step = engine._parts.core.step
 
             def slow_step(step: Callable[[], Any] = step) -> Any:
-                threading.Event().wait(0.02)  # a device of that speed
+                threading.Event().wait(0.1)  # a device of that speed
                 return step()
 
             engine._parts.core.step = slow_step  # type: ignore[method-assign]
@@ -343,7 +345,7 @@ def test_a_generation_of_many_leases_runs_once(
         tasks = [asyncio.create_task(worker.run()) for worker in workers]
         await outside.add("a", {**prompt(0), "max_tokens": 60})
         done = await outside.done("a")
-        assert done["metrics"]["total_ms"] > 1000, "it did not last five leases"
+        assert done["metrics"]["total_ms"] > 5000, "it did not last five leases"
         assert done["metrics"]["attempts"] == 1
         assert [item["type"] for item in await outside.events("a")].count("started") == 1
         for worker in workers:

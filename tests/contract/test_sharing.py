@@ -91,7 +91,7 @@ def test_a_tenant_at_its_cap_holds_nobody_up(
 def test_a_generation_that_nobody_watches_stops(
     play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside, stream: bool
 ) -> None:
-    body = {**prompt(0), "max_tokens": 100, "stream": stream, "on_disconnect": "cancel", "watch_ms": 1000}
+    body = {**prompt(0), "max_tokens": 100, "stream": stream, "on_disconnect": "cancel", "watch_ms": 3000}
 
     async def scenario() -> None:
         async with tiny_engine(tiny) as engine:
@@ -99,12 +99,12 @@ def test_a_generation_that_nobody_watches_stops(
             gate = asyncio.get_running_loop()
 
             def slow_step() -> Any:
-                asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), gate).result()
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), gate).result()
                 return step()
 
             engine._parts.core.step = slow_step  # type: ignore[method-assign]
             async with serving(engine, queue_config), AsyncClient(queue_config) as client:
-                # A hundred tokens take five seconds: five leases.
+                # A hundred tokens take ten seconds: three leases.
                 watched = await client.submit(**{**body, "max_tokens": 60})
                 reading = asyncio.create_task(watched.result(timeout=60))
                 await outside.add("left", body)
@@ -116,9 +116,9 @@ def test_a_generation_that_nobody_watches_stops(
                 assert (await outside.done("goes-on"))["state"] == "completed"
                 # Another program watches with one command, now and then; a reader that leaves ends it.
                 await outside.add("raw", {**body, "max_tokens": 100})
-                for _ in range(6):
-                    await outside.redis.set(f"{TAG}:watch:raw", "1", px=1000)
-                    await asyncio.sleep(0.4)
+                for _ in range(4):
+                    await outside.redis.set(f"{TAG}:watch:raw", "1", px=3000)
+                    await asyncio.sleep(1.2)
                 assert not any(item["type"] == "done" for item in await outside.events("raw"))
                 assert (await outside.done("raw", timeout=60))["state"] == "cancelled"
                 with pytest.raises(RequestFailed, match="nobody watches"):
