@@ -5,6 +5,7 @@ Calls are looked for in the answer, never in the reasoning before it.
 
 from __future__ import annotations
 
+from pagemill.engine.harmony import HarmonyReader
 from pagemill.engine.reasoning import ReasoningParserName, ReasoningReader
 from pagemill.engine.tool_calls import ToolCallReader, ToolParserName
 from pagemill.engine.tool_choice import ToolChoice
@@ -21,14 +22,21 @@ class AnswerReader:
         tool_parser: ToolParserName | None,
         choice: ToolChoice | None,
     ) -> None:
-        self._reasoning = None if reasoning_parser is None else ReasoningReader(reasoning_parser)
+        self._harmony: HarmonyReader | None = None
+        self._reasoning: ReasoningReader | HarmonyReader | None = None
+        if reasoning_parser == "openai_gptoss":  # it has calls in a form of its own
+            names, parallel = ((), True) if choice is None else (choice.names, choice.parallel)
+            self._reasoning = self._harmony = HarmonyReader(names, parallel=parallel)
+            tool_parser = tool_parser if tool_parser == "json" else None
+        elif reasoning_parser is not None:
+            self._reasoning = ReasoningReader(reasoning_parser)
         self._calls = None
         if tool_parser is not None and choice is not None:
             self._calls = ToolCallReader(tool_parser, choice.parameters, parallel=choice.parallel)
 
     @property
     def has_calls(self) -> bool:
-        return self._calls is not None and self._calls.has_calls
+        return any(reader is not None and reader.has_calls for reader in (self._harmony, self._calls))
 
     def feed(self, text: str) -> list[Piece]:
         """The next part of the text; what is certain now."""
@@ -45,8 +53,8 @@ class AnswerReader:
 
     def _read(self, pieces: list[Piece]) -> list[Piece]:
         if self._calls is None:
-            return [piece for piece in pieces if piece.text]
+            return [piece for piece in pieces if piece.text or piece.name is not None]
         found: list[Piece] = []
         for piece in pieces:
-            found += [piece] if piece.is_reasoning else self._calls.feed(piece.text)
+            found += [piece] if piece.is_reasoning or piece.index is not None else self._calls.feed(piece.text)
         return found

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from pagemill.engine.detokenizer import Detokenizer
 from pagemill.engine.errors import invalid
-from pagemill.engine.reasoning import ReasoningReader
+from pagemill.engine.harmony import HarmonyReader
+from pagemill.engine.reasoning import ReasoningReader, reasoning_reader
 from pagemill.engine.request import Request
 from pagemill.engine.stopping import Finish, StopChecker, StopStrings
 from pagemill.engine.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ class OutputProcessor:
             if tokenizer is not None
             else None
         )
-        self._reasoning = None if request.reasoning_parser is None else ReasoningReader(request.reasoning_parser)
+        self._reasoning = None if request.reasoning_parser is None else reasoning_reader(request.reasoning_parser)
         self.reasoning_tokens = 0
         self._stops = StopStrings(tuple(params.stop)) if params.stop else None
         self._stop_names: dict[int, str] = {}
@@ -110,7 +111,7 @@ class OutputProcessor:
         """End the text from outside (a cancelled request): what was held back becomes final. May be called twice."""
         self._flush()
 
-    def _count(self, reasoning: ReasoningReader, text: str) -> None:
+    def _count(self, reasoning: ReasoningReader | HarmonyReader, text: str) -> None:
         """Count the last token, which brought this text, if it is reasoning."""
         was_inside = reasoning.is_inside
         reasoning.feed(text)

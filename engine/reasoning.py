@@ -7,6 +7,7 @@ Models that think write their thoughts first, between markers of their own; thes
   model leaves it out: what stands before `</think>` is reasoning.
 * granite: `Here is my thought process:` up to `Here is my response:`, or `<think>` and the answer in `<response>`.
 * mistral (Magistral): `[THINK]` up to `[/THINK]`.
+* openai_gptoss: see `harmony`.
 
 Reasoning is read at the beginning only: an answer may speak of these markers. One that is not closed goes on to the end
 of the text. White space at both ends of the reasoning, and before the answer, is left out. The same pieces come out
@@ -19,9 +20,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from pagemill.engine.harmony import MARKERS, HarmonyReader
 from pagemill.engine.tool_pieces import SPACE, Piece, first_of, overlap
 
-ReasoningParserName = Literal["deepseek_r1", "qwen3", "granite", "mistral"]
+ReasoningParserName = Literal["deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"]
 ReasoningParserSetting = Literal["auto", "none", ReasoningParserName]
 REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParserName)
 _RESPONSES = ("Here is my response:", "Here's my response:")
@@ -31,11 +33,12 @@ _THINK: Mapping[str, tuple[str, ...]] = {"<think>": ("</think>",)}
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
     """How reasoning is marked. `closers`: what ends it, by what began it. `begins_inside`: it has begun before the
-    text does. `wrapper`: tags around the answer behind it."""
+    text does. `wrapper`: tags around the answer behind it. `more`: other markers of the form."""
 
     closers: Mapping[str, tuple[str, ...]]
     begins_inside: bool = False
     wrapper: tuple[str, str] | None = None
+    more: tuple[str, ...] = ()
 
     @property
     def openers(self) -> tuple[str, ...]:
@@ -44,7 +47,8 @@ class ReasoningForm:
     @property
     def markers(self) -> tuple[str, ...]:
         """What may be special tokens, which have to stay in the text for the form to be seen."""
-        return (*self.closers, *dict.fromkeys(marker for closers in self.closers.values() for marker in closers))
+        closers = dict.fromkeys(marker for closers in self.closers.values() for marker in closers)
+        return (*self.closers, *closers, *self.more)
 
 
 FORMS: Mapping[ReasoningParserName, ReasoningForm] = {
@@ -55,6 +59,7 @@ FORMS: Mapping[ReasoningParserName, ReasoningForm] = {
         wrapper=("<response>", "</response>"),
     ),
     "mistral": ReasoningForm({"[THINK]": ("[/THINK]",)}),
+    "openai_gptoss": ReasoningForm({"<|channel|>analysis<|message|>": ("<|channel|>final<|message|>",)}, more=MARKERS),
 }
 
 
@@ -62,6 +67,8 @@ def reasoning_parser_of(template: str) -> ReasoningParserName | None:
     """The form in which a model reasons, by what its chat template mentions. None: another one, or it does not."""
     if "[THINK]" in template:
         return "mistral"
+    if "<|channel|>analysis" in template:
+        return "openai_gptoss"
     if "Here is my thought process" in template or "<response></response>" in template:
         return "granite"
     return "qwen3" if "<think>" in template or "</think>" in template else None
@@ -78,6 +85,11 @@ def in_prompt(parser: ReasoningParserName, end: str) -> ReasoningParserName | No
     if opened < 0:
         return parser
     return "deepseek_r1" if end.rfind("<think>") == opened else parser
+
+
+def reasoning_reader(parser: ReasoningParserName) -> ReasoningReader | HarmonyReader:
+    """Reads what a request's tokens are: reasoning, or its answer."""
+    return HarmonyReader() if parser == "openai_gptoss" else ReasoningReader(parser)
 
 
 class ReasoningReader:

@@ -3,6 +3,7 @@ begins where it ends, and its tokens are counted."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -16,7 +17,7 @@ from pagemill.engine.grammar import GrammarCompiler
 from pagemill.engine.loader import resolve_model
 from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.prompt import make_request
-from pagemill.engine.reasoning import ReasoningReader, in_prompt, reasoning_parser_of
+from pagemill.engine.reasoning import ReasoningReader, in_prompt, reasoning_parser_of, reasoning_reader
 from pagemill.engine.reasoning_gate import GatedGrammar, GatedMatcher, ReasoningGate
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
@@ -26,6 +27,8 @@ from pagemill.engine.tool_choice import ToolChoice
 from pagemill.engine.tool_pieces import Piece, gathered
 from tests.engine.test_tool_forms import pieces_of
 
+START, ANALYSIS, FINAL = "<|start|>assistant", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+COMMENTARY = "<|channel|>commentary"
 # Form, text, reasoning, answer.
 TEXTS: list[tuple[Any, str, str, str]] = [
     ("qwen3", "<think>\nHm, 2 < 3.\n</think>\n\nYes.\n", "Hm, 2 < 3.", "Yes.\n"),
@@ -51,11 +54,18 @@ TEXTS: list[tuple[Any, str, str, str]] = [
     ("granite", "<think>Hm.</think> <respite>", "Hm.", "<respite>"),
     ("granite", "<think>Hm.</think> <response>Yes </resp", "Hm.", "Yes </resp"),
     ("mistral", "[THINK]Hm [/x].[/THINK]Yes.", "Hm [/x].", "Yes."),
+    ("openai_gptoss", f"{ANALYSIS}Hm <x>. <|end|>{START}{FINAL} Yes.\n\nNo.", "Hm <x>.", "Yes.\n\nNo."),
+    ("openai_gptoss", f"{ANALYSIS}One{START}{ANALYSIS}Two<|end|>{START}{FINAL}Yes", "One\nTwo", "Yes"),
+    ("openai_gptoss", f"{COMMENTARY}<|message|>First.<|end|>{START}{FINAL}Then.<|return|>", "", "First.\nThen."),
+    ("openai_gptoss", f"{ANALYSIS}cut <|en", "cut <|en", ""),
+    ("openai_gptoss", f"{ANALYSIS}a<|end|>{START}<|channel|>fin", "a", ""),
+    ("openai_gptoss", "No <|channel|> at all", "", "No <|channel|> at all"),
+    ("openai_gptoss", "to", "", "to"),
 ]
 
 
 def read(parser: Any, parts: list[str]) -> tuple[str, str]:
-    reader = ReasoningReader(parser)
+    reader = reasoning_reader(parser)
     pieces = [piece for part in parts for piece in reader.feed(part)] + reader.finish()
     assert all(piece.text for piece in pieces)
     thought = "".join(piece.text for piece in pieces if piece.is_reasoning)
@@ -76,9 +86,10 @@ def test_every_cut_of_random_soups_gives_the_same() -> None:
     source = random.Random(5)
     bits = ["<think>", "</think>", "<response>", "</response>", "[THINK]", "[/THINK]", "Here is my response:", "<", "/"]
     bits += ["Here is my thought process:", "Here", "th", "ink>", "\n", " ", "x", "é", "]", "[/"]
+    bits += [ANALYSIS, FINAL, START, "<|end|>", "<|message|>", "<|channel|>", " to=functions.now"]
     for _ in range(2000):
         text = "".join(source.choice(bits) for _ in range(source.randrange(1, 8)))
-        for parser in ("qwen3", "deepseek_r1", "granite", "mistral"):
+        for parser in ("qwen3", "deepseek_r1", "granite", "mistral", "openai_gptoss"):
             whole = read(parser, [text])
             assert read(parser, list(text)) == whole, (parser, text)
 
@@ -103,6 +114,25 @@ def test_calls_are_looked_for_in_the_answer_only() -> None:
         assert (said, [each.name for each in calls], reader.has_calls) == ("Well.", ["now"], True)
 
 
+def test_calls_on_a_channel() -> None:
+    choice = ToolChoice(("now", "add"), schemas={})
+    now = f"{COMMENTARY} to=functions.now <|constrain|>json<|message|><|call|>"
+    add = f'{START} to=functions.add{COMMENTARY} json<|message|>{{"a": [1, 2]}} <|call|>'
+    text = f"{ANALYSIS}I call.<|end|>{START}{COMMENTARY}<|message|>Look.<|end|>{START}{now}{add}"
+    for parallel, expected in ((True, [("now", "{}"), ("add", '{"a": [1, 2]}')]), (False, [("now", "{}")])):
+        for parts in ([text], list(text), [text[:90], text[90:]]):
+            reader = AnswerReader("openai_gptoss", None, dataclasses.replace(choice, parallel=parallel))
+            pieces = [piece for part in parts for piece in reader.feed(part)] + reader.finish()
+            assert "".join(piece.text for piece in pieces if piece.is_reasoning) == "I call."
+            said, calls = gathered(piece for piece in pieces if not piece.is_reasoning)
+            assert (said, [(each.name, each.arguments) for each in calls]) == ("Look.", expected)
+            assert reader.has_calls
+    forced = f'{ANALYSIS}Hm.<|end|>{START}{FINAL}[{{"name": "now", "arguments": {{}}}}]'
+    reader = AnswerReader("openai_gptoss", "json", choice)
+    _, calls = gathered(piece for piece in reader.read(forced) if not piece.is_reasoning)
+    assert [each.name for each in calls] == ["now"]
+
+
 @pytest.mark.parametrize(
     ("template", "parser"),
     [
@@ -111,6 +141,7 @@ def test_calls_are_looked_for_in_the_answer_only() -> None:
         ("Here is my thought process:", "granite"),
         ("<think></think> ... <response></response>", "granite"),
         ("[THINK]", "mistral"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "openai_gptoss"),
         ("{{ messages }} think", None),
         ("<seed:think>", None),
     ],
@@ -206,6 +237,8 @@ def gated(tokenizer: Tokenizer, compiler: GrammarCompiler, parser: Any) -> Gated
         ("deepseek_r1", ["Any", "</", "think", ">", "no"], True),
         ("deepseek_r1", ["no"], True),
         ("granite", ["Here is my thought process:", " Hm. ", "Here is my response:", "no"], True),
+        ("openai_gptoss", [ANALYSIS, "Hm", "<|end|>", START, FINAL, "yes"], True),
+        ("openai_gptoss", [ANALYSIS, "Hm", "<|end|>", START, FINAL, "maybe"], False),
     ],
 )
 def test_structure_begins_behind_the_reasoning(
