@@ -42,6 +42,8 @@ _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 _KWARG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _PART_FIELDS = ("type", "text", "cache_control")  # the last is a hint to other servers, which keep prefixes by it
 _TEXT_PARTS = ("text", "input_text")
+# What other servers and their clients leave in an answer that comes back as history, and no template reads.
+_LEFT_OVER = ("finish_reason", "reasoning_details", "thinking_blocks", "provider_specific_fields")
 # Parts of an answer that say nothing to a model, at the values that clients send back unasked.
 _EMPTY_PARTS: dict[str, tuple[Any, ...]] = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
 # What `apply_chat_template` takes for itself: a variable of that name would change more than the text.
@@ -239,7 +241,7 @@ def _message(where: str, value: object) -> dict[str, Any]:
         raise invalid(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
     fields: tuple[str, ...] = ("role", "content", "name")
     if role == "assistant":
-        fields += ("tool_calls", "reasoning_content", "reasoning", *_EMPTY_PARTS)
+        fields += ("tool_calls", "reasoning_content", "reasoning", *_LEFT_OVER, *_EMPTY_PARTS)
     elif role == "tool":
         fields += ("tool_call_id",)
     _check_fields(where, message, fields)

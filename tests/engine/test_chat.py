@@ -205,6 +205,10 @@ def test_an_answer_may_come_back_as_it_was_given(tools: Tokenizer) -> None:
     bare = {"role": "assistant", "content": "Yes"}
     more = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": [], "name": None}
     assert Chat([*user("x"), {**bare, **more}]) == Chat([*user("x"), bare])
+    left = {"finish_reason": "stop", "reasoning_details": [{}], "thinking_blocks": [], "provider_specific_fields": {}}
+    assert Chat([*user("x"), {**bare, **left}]) == Chat([*user("x"), bare])
+    with pytest.raises(RequestError, match=r"unknown field 'finish_reason' in messages\[0\]"):
+        Chat([{**user("x")[0], **left}])
     assert Chat([{"role": "assistant", "content": None}]) == Chat([{"role": "assistant", "content": ""}])
     nulls = {"function": {**CALL["function"], "description": None}, "type": "function", "id": "call_1", "x": None}  # type: ignore[dict-item]
     assert Chat([{"role": "assistant", "tool_calls": [nulls]}]) == Chat([{"role": "assistant", "tool_calls": [CALL]}])
