@@ -66,7 +66,9 @@ class LLM:
         if seed is not None and as_integer(seed) is None:
             raise ConfigError(f"seed must be an integer, got {shown(seed)}")
         self._seeds = secrets.SystemRandom() if seed is None else random.Random(as_integer(seed))
-        self._parts = build(EngineConfig(**_settings(model, settings)), progress)
+        # Nobody tells the reasoning of these texts from their answers, so structure begins with the text, as in vLLM.
+        given = {"reasoning_parser": "none", **_settings(model, settings)}
+        self._parts = build(EngineConfig(**given), progress)
         self._count = 0
         self._turn = threading.Lock()
         self._failure: EngineDeadError | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from pagemill.engine.answer_reader import AnswerReader
 from pagemill.engine.errors import ErrorCode, RequestError
 from pagemill.engine.reasoning import ReasoningParserName
 from pagemill.engine.tool_calls import ToolParserName
@@ -34,7 +35,7 @@ class Delta:
 class Choice:
     """One finished choice. `logprobs` as in `Delta`; `prompt_logprobs` has one for each prompt token, none for the
     first, and only the first choice has it. `tool_parser`, `reasoning_parser`: how calls of tools and the model's
-    reasoning are written in the text, where there may be some; `pagemill.engine.answer_reader` reads them."""
+    reasoning are written in the text, where there may be some; `pagemill.engine.answer_reader` reads them both."""
 
     index: int
     text: str
@@ -45,6 +46,20 @@ class Choice:
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     tool_parser: ToolParserName | None = None
     reasoning_parser: ReasoningParserName | None = None
+
+    @property
+    def reasoning(self) -> str:
+        """What a model that thinks first has thought; empty where there is nothing of it in the text."""
+        return self._parts(is_reasoning=True)
+
+    @property
+    def answer(self) -> str:
+        """The text without the reasoning, calls of tools as they were written."""
+        return self.text if self.reasoning_parser is None else self._parts(is_reasoning=False)
+
+    def _parts(self, *, is_reasoning: bool) -> str:
+        pieces = AnswerReader(self.reasoning_parser, None, None).read(self.text)
+        return "".join(piece.text for piece in pieces if piece.is_reasoning is is_reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +78,11 @@ class Result:
     def text(self) -> str:
         """Text of the first choice."""
         return self.choices[0].text if self.choices else ""
+
+    @property
+    def answer(self) -> str:
+        """Text of the first choice without the reasoning that a model may have written in front of it."""
+        return self.choices[0].answer if self.choices else ""
 
     @property
     def token_ids(self) -> list[int]:

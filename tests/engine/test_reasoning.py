@@ -25,6 +25,7 @@ from pagemill.engine.structured_outputs import StructuredOutputs
 from pagemill.engine.tokenizer import Tokenizer
 from pagemill.engine.tool_choice import ToolChoice
 from pagemill.engine.tool_pieces import Piece, gathered
+from pagemill.ingest.results import Choice, Result
 from tests.engine.test_tool_forms import pieces_of
 
 START, ANALYSIS, FINAL = "<|start|>assistant", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
@@ -267,6 +268,13 @@ def test_what_a_token_adds_behind_the_marker_belongs_to_the_structure(
         assert follow(matcher, tokenizer, "", ["Hm", "</", "think"])
         assert matcher.accept(own[piece]) is fits
     assert not follow(gated(tokenizer, compiler, "deepseek_r1"), tokenizer, "", ["</", "think", ">", "\n"])
+
+
+def test_results_tell_the_answer_apart() -> None:
+    for parser, reasoning, answer in (("qwen3", "Hm.", "Yes."), (None, "", "<think>Hm.</think> Yes.")):
+        choice = Choice(0, "<think>Hm.</think> Yes.", [1], "stop", None, reasoning_parser=parser)  # type: ignore[arg-type]
+        assert (choice.reasoning, choice.answer) == (reasoning, answer)
+        assert Result("r", "completed", [choice], {}, {}).answer == answer
 
 
 def test_tokens_of_reasoning_are_counted(tokenizer: Tokenizer) -> None:
