@@ -3,6 +3,7 @@ begins where it ends, and its tokens are counted."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from typing import Any
@@ -203,6 +204,25 @@ def test_requests_say_how_they_are_read(tokenizer: Tokenizer, compiler: GrammarC
     over = asked(tokenizer, compiler, "qwen3", "<think>So</think>")
     assert over.reasoning_parser is None
     assert over.rules is not None and not isinstance(over.rules.grammar, GatedGrammar)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if mode == 'open' %}<think>\n{% endif %}"
+    "{% if mode == 'closed' %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("open", "deepseek_r1"), ("closed", None), ("", "qwen3")])
+def test_the_template_decides_for_each_request(tokenizer: Tokenizer, mode: str, expected: str | None) -> None:
+    rendered = copy.deepcopy(tokenizer.transformers_tokenizer)
+    rendered.chat_template = TEMPLATE
+    own = Tokenizer(rendered)
+    assert own.reasoning_parser == "qwen3"
+    for said in ("Hi", "Think: <think>", "</think>"):
+        chat = Chat([{"role": "user", "content": said}], chat_template_kwargs={"mode": mode})
+        assert make_request("r", chat, SamplingParams(), limits(own), own).reasoning_parser == expected
+    assert make_request("r", "<think>", SamplingParams(), limits(own), own).reasoning_parser is None, "no chat"
 
 
 def follow(matcher: GatedMatcher, tokenizer: Tokenizer, text: str, parts: list[str] | None = None) -> bool:
