@@ -52,7 +52,17 @@ def _make_product(groups: int) -> Callable[..., Any]:
 
     @intrinsic
     def product(
-        typingctx: Any, x: Any, x2: Any, stride: Any, w: Any, steps: Any, c: Any, c2: Any, add: Any, ahead: Any, step: Any
+        typingctx: Any,
+        x: Any,
+        x2: Any,
+        stride: Any,
+        w: Any,
+        steps: Any,
+        c: Any,
+        c2: Any,
+        add: Any,
+        ahead: Any,
+        step: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             x_at, x2_at, x_stride, w_at, count, c_at, c2_at, adds, ahead_at, ahead_step = args
@@ -123,9 +133,7 @@ def _columns(
         _one_group(x, x, xstr, w, steps, c, c, biased, ahead, step * TILE_DEPTH)
     else:
         second = rows - (rows + 1) // 2
-        _two_groups(
-            x, x + second * xstr, xstr, w, steps, c, c + 4 * PANEL * second, biased, ahead, step * TILE_DEPTH
-        )
+        _two_groups(x, x + second * xstr, xstr, w, steps, c, c + 4 * PANEL * second, biased, ahead, step * TILE_DEPTH)
 
 
 @helper
