@@ -84,9 +84,10 @@ class StreamReader:
         self._clock = clock
         self._blocking = connect_blocking(config.redis_url, owner)
         self._turns = Turns()
+        self._looked_at: list[str | bytes] = ["0-0"] * PRIORITIES
         self._grouped = False
         self._losses = 0
-        self._tell_loss_at = float("-inf")
+        self._tell_loss_at = self._tell_found_at = float("-inf")
         self._recover = False
         self._reap_at = clock()
         self._backoff = Backoff()
@@ -146,6 +147,9 @@ class StreamReader:
                 return entries
         if self._clock() >= self._reap_at:
             entries = await self._reap()
+            if entries:
+                return entries
+            entries = await self._passed_over()
             if entries:
                 return entries
             # Several engines look at different moments, so that the entries of a dead one are spread over them.
@@ -230,6 +234,18 @@ class StreamReader:
         entries = scripts.read_given(self._shard, await scripts.run_one(self._client, call))
         for entry in entries:
             _log.info("entry taken over", **entry.names, stream=entry.stream, entry=entry.entry_id.decode())
+        return entries
+
+    async def _passed_over(self) -> list[Entry]:
+        """What no read brings any more, since somebody has changed the group by hand."""
+        call = scripts.Call(
+            "passed_over", self._shard.streams, (GROUP, self._owner, PRIORITIES, self._shard.base, *self._looked_at)
+        )
+        found, self._looked_at = await scripts.run_one(self._client, call)
+        entries = scripts.read_given(self._shard, found)
+        if entries and self._clock() >= self._tell_found_at:
+            self._tell_found_at = self._clock() + LOSS_LOG_S
+            _log.warning("entries found that nobody had: the group was changed by hand", **entries[0].names)
         return entries
 
     def _entries(self, reply: list[Any]) -> list[Entry]:

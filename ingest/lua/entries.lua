@@ -24,14 +24,19 @@ local function is_after(entry, other)
   return #seq > #other_seq or #seq == #other_seq and seq > other_seq
 end
 
--- The last entry of a stream that was delivered to anybody. Where there is no group nothing was.
-local function last_delivered(stream, group)
+-- What the server says of a group; nil where there is none.
+local function group_of(stream, group)
   for _, flat in ipairs(ask('XINFO', 'GROUPS', stream)) do
     local info = {}
     for i = 1, #flat, 2 do info[flat[i]] = flat[i + 1] end
-    if info.name == group then return info['last-delivered-id'] end
+    if info.name == group then return info end
   end
-  return '0-0'
+end
+
+-- The last entry of a stream that was delivered to anybody. Where there is no group nothing was.
+local function last_delivered(stream, group)
+  local told = group_of(stream, group)
+  return told and told['last-delivered-id'] or '0-0'
 end
 
 -- Whether an entry is in its stream and no consumer has been given it.

@@ -22,12 +22,26 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.schema import RequestBody
 from pagemill.ingest.worker import Worker
+from tests.chaos.engine_host import OddRunner
+from tests.chaos.model import engine_config, make_model
 
 # float32, so that a batch, a lone run and a resumed one give the same greedy tokens; a pool smaller than the context;
 # one thread, since two engines share the cores in some tests.
 ENGINE = EngineConfig(dtype="float32", max_model_len=512, num_blocks_override=25, max_num_seqs=8, threads=1)
 STORY: dict[str, Any] = {"prompt": "Once upon a time there was", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 TAG = "pm:{default.0}"
+TINY: dict[str, Any] = {"prompt_token_ids": [3, 1, 4, 1, 5], "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+TINY |= {"flush_ms": 0}
+
+
+@pytest.fixture(scope="session")
+def tiny(engine_loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    """An engine with a small model, whose steps leave time to see what is on the way."""
+    made = engine_loop.run(AsyncEngine.create(engine_config(make_model(tmp_path_factory.mktemp("tiny")))))
+    core: Any = made._core
+    core._runner = OddRunner(core._runner, 0.005)
+    yield made
+    engine_loop.run(made.stop())
 
 
 @pytest.fixture(scope="session")

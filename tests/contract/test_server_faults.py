@@ -20,16 +20,12 @@ from pagemill.engine.errors import ConfigError
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.worker import Worker
-from tests.chaos.engine_host import OddRunner
-from tests.chaos.model import engine_config, make_model
-from tests.contract.conftest import TAG, Outside, serving
+from tests.contract.conftest import TAG, TINY, Outside, serving
 from tests.redis_fixtures import FLOOR_SERVER
 
 RIGHTS = ("~pm:*", "&pm:*", "-@all", "+@read", "+@write", "+@stream", "+@pubsub", "+@scripting", "+@connection")
 RIGHTS += ("+info", "+time")
 REQUESTS = 24  # more than run at once, so that some are begun meanwhile
-BODY = {"prompt_token_ids": [3, 1, 4, 1, 5], "max_tokens": 48, "temperature": 0, "ignore_eos": True, "flush_ms": 0}
-STEP_S = 0.005
 MOST_LINES = 12  # of the log, for one fault
 
 
@@ -127,16 +123,6 @@ FAULTS["not allowed: channels"] = (rights("resetchannels"), rights())
 FAULTS["not allowed: anything"] = (rights("-@all"), rights())
 
 
-@pytest.fixture(scope="module")
-def tiny(engine_loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
-    """An engine with a small model, whose steps leave time to see what is on the way."""
-    made = engine_loop.run(AsyncEngine.create(engine_config(make_model(tmp_path_factory.mktemp("tiny")))))
-    core: Any = made._core
-    core._runner = OddRunner(core._runner, STEP_S)
-    yield made
-    engine_loop.run(made.stop())
-
-
 @pytest.fixture(scope="module", params=["valkey", "redis 7.0"])
 def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
     if request.param == "valkey":
@@ -161,7 +147,7 @@ async def all_end_once(outside: Outside) -> None:
         assert [item["type"] for item in await outside.events(f"r{number}")].count("done") == 1
         told.add(tuple(await outside.token_ids(f"r{number}")))
     (tokens,) = told
-    assert len(tokens) == BODY["max_tokens"]
+    assert len(tokens) == TINY["max_tokens"]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -180,7 +166,7 @@ def test_requests_wait_out_what_is_wrong_with_the_server(
             config = QueueConfig(redis_url=url, block_ms=50, poll_ms=50)
             async with serving(tiny, config):
                 for number in range(REQUESTS):
-                    await outside.add(f"r{number}", BODY)
+                    await outside.add(f"r{number}", TINY)
                 await outside.first_delta("r0")
                 before = await trouble.refusals()
                 with capture_logs() as lines:
@@ -209,7 +195,7 @@ def test_requests_wait_for_a_server_that_is_busy(
             outside = Outside(server.url)
             async with serving(tiny, QueueConfig(redis_url=server.url, block_ms=50, poll_ms=50)):
                 for number in range(REQUESTS):
-                    await outside.add(f"r{number}", BODY)
+                    await outside.add(f"r{number}", TINY)
                 await outside.first_delta("r0")
                 before = (await admin.info("errorstats")).get("errorstat_BUSY", {"count": 0})["count"]
                 if what == "pause":
@@ -249,7 +235,7 @@ def test_an_engine_does_not_start_where_it_may_not_do_its_work(
             await admin.flushall()
             await admin.script_flush()
             outside = Outside(server.url)
-            await outside.add("a", BODY)
+            await outside.add("a", TINY)
             await Trouble(server, admin).rights(rule)
             worker = Worker(tiny, QueueConfig(redis_url=server.url.replace("//", "//mill:word@")))
             with pytest.raises(ConfigError) as refused:

@@ -510,6 +510,44 @@ def test_adopting_is_bounded_and_passes_over_what_was_deleted(on_queue: Any) -> 
     on_queue(scenario)
 
 
+@pytest.mark.parametrize("what", ["acknowledged", "consumer deleted", "group moved on"])
+def test_what_somebody_has_taken_from_the_group_is_found(on_queue: Any, what: str) -> None:
+    """What an engine runs stays its own; the rest is for whoever finds it."""
+
+    async def scenario(client: Client) -> None:
+        engine, finder = Engine(client, "e1"), Engine(client, "e2")
+        stream, names = SHARD.streams[1], [f"r{number}" for number in range(24)]
+        for name in names:
+            await submit(client, name)
+        runs = await engine.take()
+        await engine.begin(runs, "r0")
+        if what == "group moved on":
+            await client.xgroup_setid(stream, GROUP, "$")
+            lost = names[1:]
+        else:
+            lost = names[1:3]
+            for _ in lost:
+                entry = await engine.take()
+                await client.xack(stream, GROUP, entry.entry_id)
+            if what == "acknowledged":
+                await client.xack(stream, GROUP, runs.entry_id)
+            else:
+                await client.xgroup_delconsumer(stream, GROUP, "e1")
+        found: list[str] = []
+        places: list[Any] = ["0-0"] * 3
+        for _ in range(30):
+            call = scripts.Call("passed_over", SHARD.streams, (GROUP, "e2", 2, SHARD.base, *places))
+            given, places = await finder.call(call)
+            assert len(given) <= 2
+            found += [entry.fields[b"id"].decode() for entry in scripts.read_given(SHARD, given)]
+        assert found == lost
+        pending = (await client.xpending(stream, GROUP))["consumers"]
+        assert pending == [{"name": b"e1", "pending": 1}, {"name": b"e2", "pending": len(lost)}]
+        assert (await engine.finish(runs, 1, 0, request_id="r0")).status == "ok"
+
+    on_queue(scenario)
+
+
 def test_dead_letters_keep_what_was_sent(on_queue: Any) -> None:
     async def scenario(client: Client) -> None:
         engine = Engine(client, "e1")
