@@ -9,6 +9,7 @@ several sequences that share a segment. Two ways through a segment, with the sam
 * *packed*, many rows, as in a prefill: the arithmetic is the limit. The segment's values of one head are woven once
   into a copy that stays in the cache, and groups of rows go past keys and values with as many sums as the registers
   hold. Sizes that do not fit vectors (blocks not a multiple of 16 tokens, heads not of 32 dimensions) come here too.
+  Where products are made in tiles (AMX) all rows come here, few or many: their sums run in another order.
 
 Within a segment a row has one maximum: scores, then weights, then weighted values, with no rescaling in between. The
 segments of a row join by their maxima and sums.
@@ -24,6 +25,16 @@ from typing import Any
 
 import numpy as np
 
+from pagemill.kernels.cpu.attention_amx import (
+    AT_ONCE,
+    TILE_TOKENS,
+    begin_tiles,
+    clear_beside,
+    end_tiles,
+    tile_scores,
+    tile_values,
+)
+from pagemill.kernels.cpu.attention_packed import add_packed_values, packed_scores
 from pagemill.kernels.cpu.attention_rows import count_down, finish_row
 from pagemill.kernels.cpu.attention_segment import (
     PART_HEADER,
@@ -33,20 +44,15 @@ from pagemill.kernels.cpu.attention_segment import (
     keep_rows,
     pack_keys,
     pack_values,
-    score_rows,
     seen_by_any,
-    value_rows,
     weigh_rows,
 )
+from pagemill.kernels.cpu.attention_streamed import streamed_segment
 from pagemill.kernels.cpu.attention_tiles import (
-    PACKED_ROWS,
-    SCORE_VECTORS,
     SPAN,
     element_size,
     factor_size,
     load_factors,
-    make_packed_tile,
-    make_score_tile,
 )
 from pagemill.kernels.cpu.isa import LANES
 from pagemill.kernels.cpu.jit import exact_helper, kernel
@@ -72,15 +78,13 @@ from pagemill.kernels.cpu.views import vector
 
 _ROWS_AT_ONCE = 24
 """Rows whose scores are made and used together: their scores, their queries and a tile's keys fit the first cache."""
-_PAIRS_AT_ONCE = 32
-"""Steps of packed values that stay in the first cache while the rows go past."""
 _STREAMED_AT_ONCE = 36
+_SPARE_ROWS = AT_ONCE
+"""Rows behind an item's, which its last tile may reach into."""
 _NEGATIVE_INFINITY = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
 _LOG2_E = np.float32(1.4426950408889634)
-
-_score6, _score6_narrow = make_score_tile(PACKED_ROWS, SCORE_VECTORS), make_score_tile(PACKED_ROWS, 1)
-_packed6, _packed6_wide = make_packed_tile(PACKED_ROWS, 2), make_packed_tile(PACKED_ROWS, 4)
 
 
 @exact_helper
@@ -101,6 +105,7 @@ def _attend(
     group: int,
     scale: Any,
     window: int,
+    tiles: int,
     out: int,
     space: int,
     k_place: Any,
@@ -117,7 +122,7 @@ def _attend(
     entry: int = item[ITEM_FIRST]
     rows: int = item[ITEM_TOKENS] * group
     whole_blocks = block_size % LANES == 0
-    streamed = rows <= STREAMED_ROWS and whole_blocks and dim % SPAN == 0
+    streamed = rows <= STREAMED_ROWS and whole_blocks and dim % SPAN == 0 and tiles == 0
     at_once = max(1, _STREAMED_AT_ONCE // rows) if streamed else 1
     first_position, last_position = (
         token_rows[tokens[entry], ROW_POSITION],
@@ -125,7 +130,7 @@ def _attend(
     )
 
     # The space: queries and whole sums of all rows, then scores and sums of the rows at once, then packed copies.
-    kept = max(_STREAMED_AT_ONCE, rows + PACKED_ROWS)
+    kept = max(_STREAMED_AT_ONCE, rows + _SPARE_ROWS)
     queries = space
     whole_parts = queries + kept * dim * 4
     whole_sums = whole_parts + kept * VECTOR_BYTES
@@ -134,6 +139,8 @@ def _attend(
     scores = sums + _STREAMED_AT_ONCE * sum_bytes
     packed_values = scores + _STREAMED_AT_ONCE * SCORE_BYTES
     packed_keys = packed_values + SEGMENT * sum_bytes
+    if tiles:
+        begin_tiles(rows)
 
     for head in range(item[ITEM_HEAD], item[ITEM_HEAD] + item[ITEM_HEADS], at_once):
         together = min(at_once, item[ITEM_HEAD] + item[ITEM_HEADS] - head)
@@ -159,79 +166,33 @@ def _attend(
                     v_place[index] = values + block + token % block_size * dim * element
 
             if streamed:
-                if not direct:
-                    vector(sum_at, together * rows * columns, _ZERO)[:] = _ZERO
-                for index in range(first, last, SCORE_VECTORS):
-                    other1, other2 = min(index + 1, last - 1), min(index + 2, last - 1)
-                    other3 = min(index + 3, last - 1)
-                    for h in range(together):
-                        offset = (head + h) * head_bytes
-                        score_rows(
-                            rows,
-                            queries + h * rows * factor_bytes,
-                            factor_bytes,
-                            k_place[index] + offset,
-                            k_place[other1] + offset,
-                            k_place[other2] + offset,
-                            k_place[other3] + offset,
-                            4 * block_size,
-                            words,
-                            scores + h * rows * SCORE_BYTES + index * VECTOR_BYTES,
-                            scale,
-                            like,
-                        )
-                for h in range(together):
-                    start = h * rows
-                    weigh_rows(
-                        0,
-                        rows,
-                        group,
-                        entry,
-                        segment,
-                        window,
-                        tokens,
-                        token_rows,
-                        scores + start * SCORE_BYTES,
-                        part_at + 8 * start,
-                        last * LANES,
-                        like,
-                    )
-                for index in range(first, last):
-                    begin, end = max(0, low - index * LANES), min(LANES, high - index * LANES)
-                    for h in range(together):
-                        value_rows(
-                            rows,
-                            scores + h * rows * SCORE_BYTES + index * LANES * factor_size(like),
-                            v_place[index] + (head + h) * head_bytes,
-                            dim * element,
-                            begin,
-                            end,
-                            sum_at + h * rows * sum_bytes,
-                            sum_bytes,
-                            columns,
-                            like,
-                        )
-                if not direct:
-                    for h in range(together):
-                        start = h * rows
-                        keep_rows(
-                            0,
-                            rows,
-                            group,
-                            head + h,
-                            heads,
-                            item,
-                            segment,
-                            window,
-                            tokens,
-                            token_rows,
-                            part_at + 8 * start,
-                            sum_at + start * sum_bytes,
-                            columns,
-                            all_parts,
-                            whole_parts + 8 * start,
-                            whole_sums + start * sum_bytes,
-                        )
+                streamed_segment(
+                    item,
+                    head,
+                    together,
+                    group,
+                    heads,
+                    segment,
+                    low,
+                    high,
+                    window,
+                    tokens,
+                    token_rows,
+                    queries,
+                    k_place,
+                    v_place,
+                    block_size,
+                    dim,
+                    scores,
+                    scale,
+                    direct,
+                    part_at,
+                    sum_at,
+                    all_parts,
+                    whole_parts,
+                    whole_sums,
+                    like,
+                )
                 continue
 
             pack_values(
@@ -259,8 +220,11 @@ def _attend(
                 for index in range(first, last):
                     k_place[index] = packed_keys + index * VECTOR_BYTES
                 key_step = 4 * SEGMENT
-            for row in range(0, rows, _ROWS_AT_ONCE):
-                count = min(_ROWS_AT_ONCE, rows - row)
+            rows_at_once = AT_ONCE if tiles else _ROWS_AT_ONCE
+            if tiles:
+                clear_beside(packed_values, sum_bytes, low, high)
+            for row in range(0, rows, rows_at_once):
+                count = min(rows_at_once, rows - row)
                 low, high = seen_by_any(
                     token_rows[tokens[entry + row // group], ROW_POSITION],
                     token_rows[tokens[entry + (row + count - 1) // group], ROW_POSITION],
@@ -273,68 +237,32 @@ def _attend(
                 if not direct:
                     vector(row_sums, count * columns, _ZERO)[:] = _ZERO
                 first, last = low // LANES, -(-high // LANES)
-                index = first
-                while index < last:
-                    wide = last - index >= SCORE_VECTORS
-                    for r in range(0, count, PACKED_ROWS):
-                        place, target = (
-                            queries + (row + r) * factor_bytes,
-                            scores + r * SCORE_BYTES + index * VECTOR_BYTES,
-                        )
-                        if wide:
-                            _score6(
-                                place,
-                                factor_bytes,
-                                k_place[index],
-                                k_place[min(index + 1, last - 1)],
-                                k_place[min(index + 2, last - 1)],
-                                k_place[min(index + 3, last - 1)],
-                                key_step,
-                                words,
-                                target,
-                                SCORE_BYTES,
-                                scale,
-                                like,
-                            )
-                        else:
-                            key = k_place[index]
-                            _score6_narrow(
-                                place,
-                                factor_bytes,
-                                key,
-                                key,
-                                key,
-                                key,
-                                key_step,
-                                words,
-                                target,
-                                SCORE_BYTES,
-                                scale,
-                                like,
-                            )
-                    index += SCORE_VECTORS if wide else 1
+                query_rows = queries + row * factor_bytes
+                if tiles:
+                    tile_scores(
+                        count, query_rows, factor_bytes, k_place, first, last, key_step, words, scores, SCORE_BYTES
+                    )
+                else:
+                    packed_scores(count, query_rows, k_place, first, last, key_step, words, scores, scale, dim, like)
                 weigh_rows(
-                    row, count, group, entry, segment, window, tokens, token_rows, scores, row_parts, last * LANES, like
+                    row,
+                    count,
+                    group,
+                    entry,
+                    segment,
+                    window,
+                    tokens,
+                    token_rows,
+                    scores,
+                    row_parts,
+                    -(-high // TILE_TOKENS) * TILE_TOKENS if tiles else last * LANES,
+                    scale if tiles else _ONE,
+                    like,
                 )
-                step, steps = low // per_step, -(-high // per_step)
-                while step < steps:
-                    many = min(_PAIRS_AT_ONCE, steps - step)
-                    for r in range(0, count, PACKED_ROWS):
-                        weights = scores + r * SCORE_BYTES + step * per_step * factor_size(like)
-                        source, target = packed_values + step * sum_bytes, row_sums + r * sum_bytes
-                        column = 0
-                        while column < columns:
-                            if SCORE_VECTORS >= 4 and column + 2 * SPAN <= columns:
-                                _packed6_wide(weights, SCORE_BYTES, source, sum_bytes, many, target, sum_bytes, like)
-                                column += 2 * SPAN
-                                source += 8 * SPAN
-                                target += 8 * SPAN
-                            else:
-                                _packed6(weights, SCORE_BYTES, source, sum_bytes, many, target, sum_bytes, like)
-                                column += SPAN
-                                source += 4 * SPAN
-                                target += 4 * SPAN
-                    step += many
+                if tiles:
+                    tile_values(count, scores, SCORE_BYTES, packed_values, low, high, row_sums, sum_bytes)
+                else:
+                    add_packed_values(count, scores, packed_values, low, high, row_sums, columns, like)
                 if not direct:
                     keep_rows(
                         row,
@@ -390,11 +318,12 @@ def _attend_items(
     group: int,
     scale: Any,
     window: int,
+    tiles: int,
     out: int,
     like: Any,
 ) -> None:
     columns = -(-dim // SPAN) * SPAN
-    rows = max(SHARED_ROWS, group) + PACKED_ROWS
+    rows = max(SHARED_ROWS, group) + _SPARE_ROWS
     size = rows * (dim + LANES + columns) + _STREAMED_AT_ONCE * (LANES + columns + SCORE_BYTES // 4)
     size += SEGMENT * (columns + dim) + 2 * LANES
     space = np.empty(size, np.float32)
@@ -421,12 +350,15 @@ def _attend_items(
             group,
             scale * _LOG2_E,
             window,
+            tiles,
             out,
             start,
             k_place,
             v_place,
             like,
         )
+    if tiles:
+        end_tiles()
     space[0] = _ZERO  # a use after the last: addresses are none that numba sees
 
 
@@ -449,13 +381,15 @@ def attention(
     group: int,
     scale: Any,
     window: int,
+    tiles: int,
     out: int,
     like: Any,
 ) -> None:
     """Attention of a plan's items. query, out and block 0's keys and values by address, elements like `like`.
 
     Query rows [num_kv_heads * group * dim] are query_bytes apart, blocks block_bytes; the order within a block is that
-    of `layout`, "k_major". all_parts: float32, `part_floats` for each of the plan's parts.
+    of `layout`, "k_major". all_parts: float32, `part_floats` for each of the plan's parts. tiles: see
+    `attention_amx.use_tiles`.
     """
     counter = np.zeros(1, np.int64)
     run(
@@ -480,6 +414,7 @@ def attention(
             group,
             scale,
             window,
+            tiles,
             out,
             like,
         ),

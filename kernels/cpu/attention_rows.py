@@ -113,14 +113,15 @@ def _vectors(builder: Any, begin: Any, end: Any) -> tuple[Any, Any]:
 
 
 @intrinsic
-def largest_score(typingctx: Any, scores: Any, begin: Any, end: Any, part: Any) -> Any:
-    """Note the largest of a row's scores that it sees, begin <= token < end, at `part`, float32; both by address.
+def largest_score(typingctx: Any, scores: Any, begin: Any, end: Any, scale: Any, part: Any) -> Any:
+    """Note the largest of a row's scores that it sees, begin <= token < end, at `part`, float32, times `scale`; both by
+    address.
 
     The other scores of the vectors at both ends become -inf.
     """
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        row, low, high, target = args
+        row, low, high, factor, target = args
         first, last = _vectors(builder, low, high)
         best = cgutils.alloca_once_value(builder, _LOWEST)
         builder.store(_LOWEST, best)
@@ -138,15 +139,16 @@ def largest_score(typingctx: Any, scores: Any, begin: Any, end: Any, part: Any) 
                 place = at(builder, row, _shift(builder, builder.add(first, loop.index), 6))
                 builder.store(_take_larger(builder, builder.load(best), load(builder, place, _VF32)), best)
         largest = _across(builder, builder.load(best), lambda a, b: _take_larger(builder, a, b))
-        store(builder, builder.extract_element(largest, ir.Constant(_I32, 0)), target)
+        store(builder, builder.fmul(builder.extract_element(largest, ir.Constant(_I32, 0)), factor), target)
         return context.get_dummy_value()
 
-    return types.void(scores, begin, end, part), codegen
+    return types.void(scores, begin, end, scale, part), codegen
 
 
 @intrinsic
-def weigh_row(typingctx: Any, scores: Any, begin: Any, end: Any, upto: Any, part: Any, like: Any) -> Any:
-    """Turn a row's scores into weights, in place, and note their sum l behind m at `part`. Memory by address.
+def weigh_row(typingctx: Any, scores: Any, begin: Any, end: Any, upto: Any, scale: Any, part: Any, like: Any) -> Any:
+    """Turn a row's scores, times `scale`, into weights, in place, and note their sum l behind m at `part`. Memory by
+    address.
 
     `largest_score` has been there. Weights of the other tokens below `upto`, rounded up to 16, are 0. They
     are bfloat16, half as long as the scores, where the processor multiplies these; the sum l is of the unrounded ones.
@@ -156,7 +158,7 @@ def weigh_row(typingctx: Any, scores: Any, begin: Any, end: Any, upto: Any, part
     coefficients = _SHORT_POWER if packed else _POWER
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        row, low, high, limit, target, _ = args
+        row, low, high, limit, factor, target, _ = args
         first, last = _vectors(builder, low, high)
         filled = _vectors(builder, low, limit)[1]
         size = 2 if narrow else 4
@@ -170,11 +172,12 @@ def weigh_row(typingctx: Any, scores: Any, begin: Any, end: Any, upto: Any, part
         total = cgutils.alloca_once_value(builder, _ZEROS)
         builder.store(_ZEROS, total)
         reference = _reference(builder, splat(builder, load(builder, target, _F32)))
+        against, factors = builder.fneg(reference), splat(builder, factor)
         sees = builder.icmp_signed("<", low, high)
         with builder.if_then(sees), cgutils.for_range(builder, builder.sub(last, first)) as loop:
             index = builder.add(first, loop.index)
             score = load(builder, at(builder, row, _shift(builder, index, 6)), _VF32)
-            weight = _exp2(builder, builder.fsub(score, reference), coefficients)
+            weight = _exp2(builder, _fma(builder, score, factors, against), coefficients)
             builder.store(builder.fadd(builder.load(total), weight), total)
             place = at(builder, row, builder.mul(index, ir.Constant(_I64, size * LANES)))
             store(builder, to_bfloat(builder, weight) if narrow else weight, place)
@@ -185,7 +188,7 @@ def weigh_row(typingctx: Any, scores: Any, begin: Any, end: Any, upto: Any, part
         store(builder, builder.extract_element(whole, ir.Constant(_I32, 0)), at(builder, target, 4))
         return context.get_dummy_value()
 
-    return types.void(scores, begin, end, upto, part, like), codegen
+    return types.void(scores, begin, end, upto, scale, part, like), codegen
 
 
 @intrinsic

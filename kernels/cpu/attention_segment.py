@@ -158,17 +158,18 @@ def weigh_rows(
     scores: int,
     parts: int,
     upto: int,
+    scale: Any,
     like: Any,
 ) -> None:
-    """Weights of the rows of one head from their scores."""
+    """Weights of the rows of one head from their scores, which are to be multiplied by `scale` > 0."""
     stand_alone()
     # The maxima of all rows first: one alone is a chain of instructions that wait for each other.
     for row in range(rows):
         begin, end = seen(token_rows[tokens[first_entry + (first_row + row) // group], ROW_POSITION], segment, window)
-        largest_score(scores + row * SCORE_BYTES, begin, end, parts + 8 * row)
+        largest_score(scores + row * SCORE_BYTES, begin, end, scale, parts + 8 * row)
     for row in range(rows):
         begin, end = seen(token_rows[tokens[first_entry + (first_row + row) // group], ROW_POSITION], segment, window)
-        weigh_row(scores + row * SCORE_BYTES, begin, end, upto, parts + 8 * row, like)
+        weigh_row(scores + row * SCORE_BYTES, begin, end, upto, scale, parts + 8 * row, like)
 
 
 @exact_helper

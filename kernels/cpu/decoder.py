@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.kernels.cpu import elementwise
+from pagemill.kernels.cpu import attention_amx, elementwise
 from pagemill.kernels.cpu.arena import huge_pages
 from pagemill.kernels.cpu.attention import attention
 from pagemill.kernels.cpu.jit import helper, kernel
@@ -111,6 +111,7 @@ def run_layers(
     eps: Any,
     scale: Any,
     window: int,
+    tiles: int,
     items: Any,
     tokens_of: Any,
     rows_of: Any,
@@ -180,6 +181,7 @@ def run_layers(
             heads // kv_heads,
             scale,
             window,
+            tiles,
             attended,
             like,
         )
@@ -291,6 +293,7 @@ class CpuDecoder:
                 np.float32(stack.eps),
                 np.float32(stack.scale),
                 window,
+                attention_amx.use_tiles(kv.k.dtype, kv.block_size, kv.head_dim, stack.scale),
                 plan.items,
                 plan.tokens,
                 plan.rows,

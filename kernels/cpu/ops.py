@@ -12,7 +12,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from pagemill.kernels.cpu import attention, edit, elementwise, logprobs, matmul, sampler
+from pagemill.kernels.cpu import attention, attention_amx, edit, elementwise, logprobs, matmul, sampler
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.attention import part_floats
 from pagemill.kernels.cpu.decoder import PARALLEL_ELEMENTS, CpuDecoder, attention_work, can_run
@@ -177,6 +177,7 @@ class CpuOps:
             group,
             np.float32(scale),
             sliding_window,
+            attention_amx.use_tiles(query.dtype, kv.block_size, dim, scale),
             out.data_ptr(),
             _like(query.dtype),
         )

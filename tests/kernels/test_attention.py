@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagemill.kernels.cpu import amx, attention_amx
 from pagemill.kernels.cpu.ops import CpuOps
 from pagemill.kernels.cpu.plan import SEGMENT, attention_plan
 from pagemill.kernels.metadata import AttentionMetadata
@@ -14,6 +15,13 @@ from tests.kernels.paged import REFERENCE, PagedCase, distance, make_case, naive
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 DTYPES = [torch.float32, torch.bfloat16]
 MIXED = ([1, 17, 65, 130, 40, 33], [1, 17, 1, 7, 33, 1])  # a first token, prefills, decodes, a chunk
+
+
+@pytest.fixture(autouse=True, params=["tiles", "vectors"] if amx.allowed() else ["vectors"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this processor has tiles, attention in vectors is tried too."""
+    if request.param == "vectors":
+        monkeypatch.setattr(attention_amx, "use_tiles", lambda *form: False)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,7 @@ def test_reference_follows_the_definition(form: str, window: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 5, 8, 16, 32, 64])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim"), [(3, 3, 64), (1, 4, 16), (2, 1, 80), (1, 8, 128), (2, 7, 20)]
+    ("kv_heads", "group", "head_dim"), [(3, 3, 64), (1, 4, 16), (2, 1, 80), (1, 8, 128), (2, 7, 20), (1, 17, 96)]
 )
 def test_attention(cpu: CpuOps, dtype: torch.dtype, block_size: int, kv_heads: int, group: int, head_dim: int) -> None:
     case = make_case(*MIXED, block_size=block_size, kv_heads=kv_heads, group=group, head_dim=head_dim, dtype=dtype)
