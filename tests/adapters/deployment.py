@@ -105,12 +105,12 @@ class Deployment:
 
 @asynccontextmanager
 async def engine_host(redis_url: str, folder: Path) -> AsyncIterator[EngineHost]:
-    """What engines are started from. They find an engine dead after a second."""
+    """What engines are started from. They find an engine dead after some seconds."""
     model, logs = folder / "model", folder / "logs"
     logs.mkdir()
     await asyncio.to_thread(make_model, model)
     (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    settings = {"redis_url": redis_url, "heartbeat_timeout_s": 1.0, "poll_ms": 50, "block_ms": 100}
+    settings = {"redis_url": redis_url, "heartbeat_timeout_s": 2.5, "poll_ms": 50, "block_ms": 100}
     async with EngineHost(model, logs, settings) as host:
         yield host
 

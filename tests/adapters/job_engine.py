@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.worker import Worker
 
 ENGINE = EngineConfig(dtype="float32", max_model_len=512, num_blocks_override=100, max_num_seqs=4, threads=1)
+STEP_S = 0.02  # what each step waits: on a fast machine too, long jobs last longer than their time limits
 
 
 @contextmanager
@@ -30,6 +32,13 @@ def engine_at_work(server: EmbeddedServer, queue: str) -> Iterator[str]:
 
     async def serve() -> None:
         engine = await AsyncEngine.create(ENGINE)
+        step = engine._parts.core.step
+
+        def slow_step() -> Any:
+            time.sleep(STEP_S)
+            return step()
+
+        engine._parts.core.step = slow_step  # type: ignore[method-assign]
         config = QueueConfig(redis_url=f"{base}/0", queue=queue, poll_ms=50, block_ms=100, drain_timeout_s=1.0)
         worker = Worker(engine, config)
         running.update(loop=asyncio.get_running_loop(), worker=worker)

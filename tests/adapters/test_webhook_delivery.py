@@ -6,7 +6,6 @@ import asyncio
 import random
 import socket
 import threading
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -192,7 +191,7 @@ def test_the_deliveries_of_a_dead_sender_are_taken_over(run: Any, queue_config: 
                 await asyncio.sleep(60)
             return web.Response()
 
-        config = settings(webhook_timeout_s=0.4)  # so leases last 1.8 s
+        config = settings(webhook_timeout_s=2.0)  # so leases last 5 s
         async with receiving(hang_first) as receiver:
             async with dispatching(queue_config, config, secrets) as dying:
                 await put(queue_config, receiver.url, count=3)
@@ -281,10 +280,10 @@ def test_redis_away_is_waited_out(run: Any, queue_config: QueueConfig, secrets: 
 
 
 def test_slow_and_failing_receivers_do_not_slow_the_others(run: Any, queue_config: QueueConfig, secrets: Path) -> None:
-    figures = run(storm(queue_config, secrets, healthy=12, each=3, per_bad=30))
-    assert figures["healthy_delivered"] == 36
-    assert figures["healthy_p99_s"] < 1.0, figures
-    assert figures["most_at_once_to_dripping"] <= 4
+    """How little, `make bench-webhooks` tells. Here no try at the slow one ends before all others have been served."""
+    figures = run(storm(queue_config, secrets, healthy=12, each=3, per_bad=30, timeout_s=100.0))
+    assert figures["healthy_delivered"] == 36 and figures["dripping_ended"] == 0
+    assert 0 < figures["most_at_once_to_dripping"] <= 4
 
 
 def test_a_tenant_with_many_dead_receivers_slows_only_itself(
@@ -293,7 +292,7 @@ def test_a_tenant_with_many_dead_receivers_slows_only_itself(
     """Each of them is a receiver of its own, so only what is counted by tenant holds them back."""
 
     async def hang(receiver: Receiver, request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         return web.Response()
 
     async def here(host: str, port: int) -> list[str]:
@@ -302,7 +301,10 @@ def test_a_tenant_with_many_dead_receivers_slows_only_itself(
     dead = 150
     names = ",".join(f"dead{number}.example" for number in range(dead))
     config = settings(
-        webhook_allow=f"127.0.0.1,{names}", webhook_concurrency=32, webhook_tenant_concurrency=8, webhook_timeout_s=4.0
+        webhook_allow=f"127.0.0.1,{names}",
+        webhook_concurrency=32,
+        webhook_tenant_concurrency=8,
+        webhook_timeout_s=100.0,
     )
 
     async def scenario() -> None:
@@ -310,12 +312,12 @@ def test_a_tenant_with_many_dead_receivers_slows_only_itself(
             port = hanging.url.rpartition(":")[2]
             await put(queue_config, f"http://dead{{}}.example:{port}", dead, name="dead", tenant="bad")
             await put(queue_config, healthy.url, 20, name="ok", tenant="good")
-            begun = time.monotonic()
-            async with dispatching(queue_config, config, secrets, here):
-                await healthy.wait_for(20)
-                assert time.monotonic() - begun < 3.5, "less than the time of one dead try"
+            async with dispatching(queue_config, config, secrets, here) as dispatcher:
+                await healthy.wait_for(20)  # no dead try has ended by then
                 await hanging.wait_for(8)
                 assert len(hanging.seen) == 8
+                for task in list(dispatcher._running):
+                    task.cancel()
         client = connect_commands(queue_config.redis_url, "test")
         waiting = await record(client, "dead149")
         assert (waiting["tenant"], waiting["tries"], waiting["state"]) == ("bad", "0", "waiting")
@@ -333,7 +335,7 @@ def test_a_tenant_whose_names_are_never_found_slows_only_itself(
     def silent(host: str, port: int, **_: Any) -> Any:
         asked.append(host)
         if host.startswith("dead"):
-            answered.wait(60)
+            answered.wait(120)
             raise socket.gaierror(socket.EAI_AGAIN, "no answer")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
 
@@ -349,7 +351,7 @@ def test_a_tenant_whose_names_are_never_found_slows_only_itself(
             url = healthy.url.replace("127.0.0.1", "ok.example")
             await put(queue_config, url, 5, name="ok", tenant="good")
             async with dispatching(queue_config, config, secrets):
-                await healthy.wait_for(5, 5.0)
+                await healthy.wait_for(5)
                 hung = [host.removesuffix(".example") for host in asked if host.startswith("dead")]
                 assert len(hung) == 4, "their threads hang, and take no others"
                 # Those whose look-up hung have failed; the others were not tried at all.

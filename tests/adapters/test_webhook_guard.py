@@ -286,7 +286,7 @@ async def nowhere(host: str, port: int) -> Sequence[str]:
 def test_no_hostile_url_is_reached(run: Any) -> None:
     async def scenario() -> None:
         async with listening() as (port, reached):
-            config = WebhookConfig(webhook_timeout_s=2.0, webhook_ports=f"443,{port}")
+            config = WebhookConfig(webhook_timeout_s=60.0, webhook_ports=f"443,{port}")
             async with Sender(config, lookup=known) as sender:
                 for url in HOSTILE:
                     outcome = await sender.send(url.format(P=port), "msg_1", b"{}", [b"k" * 32])
@@ -298,7 +298,7 @@ def test_no_hostile_url_is_reached(run: Any) -> None:
                 assert "has no address" in outcome.error and not outcome.blocked
             assert reached == []
             # The same server with its address allowed: the listener would have noticed.
-            allowed = WebhookConfig(webhook_timeout_s=2.0, webhook_allow="127.0.0.0/8")
+            allowed = WebhookConfig(webhook_timeout_s=60.0, webhook_allow="127.0.0.0/8")
             async with Sender(allowed, lookup=known) as sender:
                 outcome = await sender.send(f"https://127.0.0.1:{port}/", "msg_1", b"{}", [b"k" * 32])
                 assert not outcome.blocked and len(reached) == 1
@@ -317,7 +317,7 @@ def test_a_name_that_changes_its_mind_gains_nothing(run: Any) -> None:
     async def scenario() -> None:
         async with listening() as (port, reached):
             # 127.0.0.2 stands for a public address here, since tests stay on this machine.
-            config = WebhookConfig(webhook_timeout_s=2.0, webhook_allow="127.0.0.2", webhook_ports=str(port))
+            config = WebhookConfig(webhook_timeout_s=60.0, webhook_allow="127.0.0.2", webhook_ports=str(port))
             async with Sender(config, lookup=rebinding) as sender:
                 blocked = [
                     (await sender.send(f"https://rebind.example:{port}/", "msg_1", b"{}", [b"k" * 32])).blocked

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import tempfile
 import time
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +24,35 @@ from tests.adapters.webhook_receiver import Receiver, dispatching, put, receivin
 
 
 async def storm(
-    queue: QueueConfig, secrets: Path, *, healthy: int, each: int, per_bad: int, workers: int = 1
+    queue: QueueConfig, secrets: Path, *, healthy: int, each: int, per_bad: int, timeout_s: float = 3.0
 ) -> dict[str, Any]:
     """Deliver `each` webhooks to every healthy receiver while `per_bad` are due for the dripping one and as many for
-    the failing one. Seconds count from the delivery's entry in the outbox to its arrival."""
-    dripping_now = most = 0
+    the failing one. Seconds count from the delivery's entry in the outbox to its arrival. `timeout_s`: of one try."""
+    dripping_now = most = ended = 0
 
     async def drip(receiver: Receiver, request: web.Request) -> web.StreamResponse:
-        nonlocal dripping_now, most
+        nonlocal dripping_now, most, ended
         dripping_now += 1
         most = max(most, dripping_now)
         try:
             # The head of an answer, one byte at a time and never whole.
             transport: Any = request.transport
-            for byte in b"HTTP/1.1 200 OK\r\nX-Slow: " + b"a" * 1000:
+            for byte in chain(b"HTTP/1.1 200 OK\r\nX-Slow: ", repeat(ord("a"))):
                 transport.write(bytes((byte,)))
                 await asyncio.sleep(0.1)
         finally:
             dripping_now -= 1
-        return web.Response()
+            ended += 1
 
     async def fail(receiver: Receiver, request: web.Request) -> web.StreamResponse:
         return web.Response(status=500)
 
-    config = settings(webhook_timeout_s=3.0, webhook_delays_s="5,300", webhook_poll_ms=100)
+    config = settings(webhook_timeout_s=timeout_s, webhook_delays_s="5,300", webhook_poll_ms=100)
     async with contextlib.AsyncExitStack() as stack:
         dripping = await stack.enter_async_context(receiving(drip))
         failing = await stack.enter_async_context(receiving(fail))
         receivers = [await stack.enter_async_context(receiving()) for _ in range(healthy)]
-        for _ in range(workers):
-            await stack.enter_async_context(dispatching(queue, config, secrets))
+        dispatcher = await stack.enter_async_context(dispatching(queue, config, secrets))
         # The bad ones are in front of everybody else.
         await put(queue, dripping.url, per_bad, name="drip")
         await put(queue, failing.url, per_bad, name="fail")
@@ -60,7 +60,10 @@ async def storm(
             for number, receiver in enumerate(receivers):
                 await put(queue, receiver.url, name=f"ok{turn}-{number}-")
         for receiver in receivers:
-            await receiver.wait_for(each, 60)
+            await receiver.wait_for(each)
+        dripping_ended = ended
+        for task in list(dispatcher._running):  # nobody waits for the slow ones here
+            task.cancel()
         waits = sorted(arrived - _due(body) for receiver in receivers for arrived, _, body in receiver.seen)
         return {
             "receivers": healthy,
@@ -70,6 +73,7 @@ async def storm(
             "healthy_max_s": round(waits[-1], 3),
             "tries_at_failing": len(failing.seen),
             "most_at_once_to_dripping": most,
+            "dripping_ended": dripping_ended,
         }
 
 
