@@ -353,4 +353,8 @@ def numba_problem() -> str | None:
         return f"numba cannot be imported: {type(error).__name__}: {error}"
     if numba.core.config.DISABLE_JIT:
         return "numba is told not to compile (NUMBA_DISABLE_JIT)"
+    from pagemill.kernels.cpu.target import lacking
+
+    if missing := lacking():
+        return f"NUMBA_CPU_FEATURES names what this processor does not have: {', '.join(missing)}"
     return None

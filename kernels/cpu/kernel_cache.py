@@ -18,6 +18,7 @@ its owner, and by who may write it, be it everybody or a group with others in it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -184,12 +185,11 @@ def fingerprint() -> str:
 
 def _candidates(cache_dir: str | None) -> list[Path]:
     user = os.getuid() if hasattr(os, "getuid") else "user"
-    temporary = Path(tempfile.gettempdir()) / f"pagemill-{user}"
-    try:
-        first = Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "pagemill"
-        roots = [first, temporary]
-    except RuntimeError:  # no home directory
-        roots = [temporary]
+    roots = []
+    with contextlib.suppress(RuntimeError):  # no home directory
+        roots.append(Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "pagemill")
+    with contextlib.suppress(OSError):  # no folder for temporary files, or none with room
+        roots.append(Path(tempfile.gettempdir()) / f"pagemill-{user}")
     return [root / "numba" / fingerprint() for root in roots]
 
 

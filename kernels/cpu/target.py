@@ -5,6 +5,7 @@ The name alone chooses no instructions: numba keeps this processor's features un
 
 from __future__ import annotations
 
+import llvmlite.binding  # type: ignore[import-untyped]
 from numba.core.registry import cpu_target
 
 from pagemill.kernels.cpu import amx
@@ -20,6 +21,13 @@ def has(feature: str) -> bool:
     """Whether it has a feature, as LLVM calls it (avx2, avx512f, avx512bf16, neon)."""
     features: str = cpu_target.target_context.codegen().magic_tuple()[2]
     return f"+{feature}" in features.split(",")
+
+
+def lacking() -> list[str]:
+    """Features that kernels are to be compiled for and this processor does not have: it would end the process."""
+    here = llvmlite.binding.get_host_cpu_features()
+    asked: str = cpu_target.target_context.codegen().magic_tuple()[2]
+    return [name[1:] for name in asked.split(",") if name.startswith("+") and not here.get(name[1:])]
 
 
 def instructions() -> str:

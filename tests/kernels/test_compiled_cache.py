@@ -103,6 +103,20 @@ def test_where_nothing_can_be_written_kernels_run_all_the_same(tmp_path: Path, m
     assert ops.rms_norm(_ONES, _ONES[0], 0.0).tolist() == [[1.0] * 4]
 
 
+def test_without_any_folder_for_temporary_files_the_cache_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine whose disk for them is full: Python then knows no such folder."""
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", none)
+    assert KernelCache(str(tmp_path)).folder == tmp_path / "numba" / fingerprint()
+    (tmp_path / "file").write_text("not a folder")
+    assert KernelCache(str(tmp_path / "file")).folder is None
+
+
 def test_a_folder_that_others_can_write_is_not_trusted(tmp_path: Path, temporary: Path) -> None:
     root = tmp_path / "shared"
     (root / "numba").mkdir(parents=True)

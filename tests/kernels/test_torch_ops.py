@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,16 @@ def test_processors_that_the_kernels_are_not_for_are_named(
     monkeypatch.setattr("platform.machine", lambda: "s390x")
     monkeypatch.setattr(f"pagemill.kernels.ops.sys.{name}", value)
     assert "s390x" in (numba_problem() or "")
+
+
+def test_instructions_that_the_processor_lacks_are_refused_by_name() -> None:
+    """Running them would end the process."""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+nosuch,-avx,+thing"}
+    program = "from pagemill.kernels.ops import numba_problem; print(numba_problem())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "NUMBA_CPU_FEATURES names what this processor does not have: nosuch, thing"
 
 
 def test_numba_that_may_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
