@@ -5,6 +5,8 @@
 * `away`: how long requests wait that an engine which is killed, frozen or told to end could serve best, and its
   heartbeat is fresh, over the same while it is there. Wanted: within half a second.
 * `refused`: from a bad request to its answer, for each kind of bad input the best of some tries. Wanted: within 100 ms.
+* `full`: behind an engine that has no room, how long a bad request waits for its answer, and how late one is told that
+  its deadline has passed. Wanted: within a second.
 
 Tests hold that nobody waits for a lease, a long read or a step; these are the times. The model of the first two is tiny
 and random. The server is the embedded Valkey.
@@ -26,6 +28,7 @@ from tests.chaos.engines import EngineHost, EngineProcess
 from tests.chaos.model import make_model
 from tests.chaos.reading import plain_client
 from tests.contract.conftest import ENGINE, Outside, serving
+from tests.contract.test_admission import clear, fill
 from tests.contract.test_bad_input import REFUSED, refusal
 
 from pagemill.engine.async_engine import AsyncEngine
@@ -132,7 +135,25 @@ async def refused(rounds: int, server: EmbeddedServer, folder: Path) -> list[Row
     return [{"p50_ms": usual, "max_ms": best[slowest], "slowest": slowest, "ratio": best[slowest] / usual}]
 
 
-BENCHES = {"forgotten": forgotten, "away": away, "refused": refused}
+async def full(rounds: int, server: EmbeddedServer, folder: Path) -> list[Row]:
+    engine = await AsyncEngine.create(ENGINE)
+    outside = Outside(server.url)
+    wrong, late = [], []
+    async with serving(engine, QueueConfig(redis_url=server.url)):
+        for number in range(rounds):
+            await fill(engine, outside)
+            await outside.add(f"wrong{number}", {"prompt": "x", "max_tokens": 0})
+            await outside.add(f"late{number}", {"prompt": "x", "ttl_ms": 200})
+            wrong.append((await outside.done(f"wrong{number}"))["metrics"]["queue_ms"])
+            late.append((await outside.done(f"late{number}"))["metrics"]["queue_ms"] - 200)
+            await clear(outside)
+            await outside.redis.flushall()
+    await outside.aclose()
+    await engine.stop()
+    return [{"refused_max_ms": max(wrong), "expired_late_max_ms": max(late)}]
+
+
+BENCHES = {"forgotten": forgotten, "away": away, "refused": refused, "full": full}
 
 
 async def run(only: list[str], rounds: int) -> None:

@@ -86,7 +86,7 @@ class Web:
         finally:
             writer.close()
 
-    async def raw(self, data: bytes, timeout: float = 10) -> bytes:
+    async def raw(self, data: bytes, timeout: float = 60) -> bytes:
         """Send bytes as they are; what comes back until the server closes."""
         async with self.socket() as (reader, writer), asyncio.timeout(timeout):
             writer.write(data)

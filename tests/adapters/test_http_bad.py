@@ -264,4 +264,4 @@ def test_without_redis(run: Any, refusing_url: str) -> None:
             assert (answer.status, answer.error["code"]) == (503, "queue_unavailable")
             assert answer.headers["x-should-retry"] == "true" and int(answer.headers["retry-after-ms"]) > 0
 
-    run(asyncio.wait_for(scenario(), 40))
+    run(asyncio.wait_for(scenario(), 120))

@@ -12,6 +12,7 @@ import redis.asyncio as aioredis
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.ingest.config import QueueConfig
 from tests.adapters.http_gateway import ENDLESS, GREEDY, HI, Web
+from tests.contract.conftest import held
 
 MODEL = "smollm2-135m"
 
@@ -187,6 +188,29 @@ def test_a_client_that_leaves_ends_its_generation(tried: Any, engine: AsyncEngin
         async with asyncio.timeout(60):
             while engine.num_live:
                 await asyncio.sleep(0.005)
+        counted = (await web.get("/metrics")).text
+        assert 'pagemill_queue_events_total{event="cancelled",queue="default"} 2.0' in counted
+
+    tried(scenario)
+
+
+def test_who_leaves_costs_the_step_under_way(tried: Any, engine: AsyncEngine) -> None:
+    """The engine stands still from the first token on until it has heard of it, and makes no further one."""
+
+    async def scenario(web: Web) -> None:
+        body = {**ENDLESS, "stream": True}
+        async with web.session.post(f"{web.url}/v1/completions", json=body) as answer:
+            await answer.content.readuntil(b"\n\n")
+            with held(engine):
+                before = engine.output_tokens
+                answer.close()
+                async with asyncio.timeout(60):
+                    while not engine._inbox:
+                        await asyncio.sleep(0.005)
+        async with asyncio.timeout(60):
+            while engine.num_live:
+                await asyncio.sleep(0.005)
+        assert engine.output_tokens - before <= 2, "one was on its way"
 
     tried(scenario)
 

@@ -87,6 +87,8 @@ def sentinels(folder: Path, count: int = 1) -> Iterator[tuple[list[EmbeddedServe
             stack.callback(process.kill)
         for port in ports:
             client = stack.enter_context(connect(port))
+            # Else one that finds the machine slow once does nothing for half a minute.
+            wait_for(lambda client=client: client.execute_command("SENTINEL", "DEBUG", "TILT-TRIGGER", 60_000), "one")
             wait_for(lambda client=client: client.sentinel_master("mymaster")["num-slaves"] == 1, "a Sentinel")
         yield [master, replica], ports
 

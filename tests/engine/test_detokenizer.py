@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import codecs
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -11,6 +12,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from pagemill.engine import detokenizer
 from pagemill.engine.detokenizer import Detokenizer
 from pagemill.engine.loader import resolve_model
 from pagemill.engine.tokenizer import Tokenizer
@@ -53,8 +55,8 @@ def llama() -> Tokenizer:
 
 
 def _deltas(tokenizer: Tokenizer, ids: list[int], prompt: tuple[int, ...] = (), skip: bool = True) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
-    return [*(detokenizer.append(token_id) for token_id in ids), detokenizer.flush()]
+    growing = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    return [*(growing.append(token_id) for token_id in ids), growing.flush()]
 
 
 @unhurried
@@ -174,15 +176,36 @@ def test_a_tokenizer_without_decoder_joins_by_spaces(ids: list[int]) -> None:
     assert "".join(_deltas(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_cost_does_not_grow_with_the_text(smollm: Tokenizer) -> None:
+class Watched:
+    """A tokenizer's table of bytes, and how often it was asked. There is nothing else: no `decode` of all ids again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._pieces = tokenizer.token_bytes
+        self.token_bytes = self
+        self.asked = 0
+
+    def __getitem__(self, token_id: int) -> bytes:
+        self.asked += 1
+        return self._pieces[token_id]
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self._pieces, name)
+
+
+def test_cost_does_not_grow_with_the_text(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is looked up a few times, and its bytes are decoded once, however much text stands before it."""
+    decoded = 0
+
+    class Utf8(codecs.getincrementaldecoder("utf-8")):  # type: ignore[misc]
+        def decode(self, data: bytes, final: bool = False) -> str:
+            nonlocal decoded
+            decoded += len(data)
+            return super().decode(data, final)
+
+    monkeypatch.setattr(detokenizer, "_Utf8Decoder", Utf8)
     ids = smollm.encode("The quick brown fox 客单价🌶. ") * 400
-
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        _deltas(smollm, ids[:count])
-        return time.perf_counter() - start
-
-    seconds(500)
-    short = min(seconds(500) for _ in range(5)) / 500
-    long = min(seconds(5000) for _ in range(3)) / 5000
-    assert long < 3 * short + 2e-6
+    watched: Any = Watched(smollm)
+    text = "".join(_deltas(watched, ids))
+    assert decoded == len(text.encode())
+    assert watched.asked <= 6 * len(ids)

@@ -147,7 +147,7 @@ def test_a_chain_that_does_not_fit_is_noticed_when_nothing_else_is(queue_config:
 
     async def scenario() -> None:
         producer = Producer(queue_config, "a")
-        async with AsyncClient(queue_config, watchdog_s=60) as client:
+        async with AsyncClient(queue_config, watchdog_s=600) as client:
             await producer.begin()
             seen: list[Any] = []
             five = asyncio.Event()

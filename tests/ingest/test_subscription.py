@@ -187,16 +187,17 @@ def test_a_hole_in_the_live_messages_is_filled_at_once(
 
     async def scenario() -> None:
         producer = Producer(queue_config, "a")
-        async with AsyncClient(queue_config, watchdog_s=60) as client:  # silence is not what brings them
+        async with AsyncClient(queue_config, watchdog_s=600) as client:  # silence is not what brings them
             await producer.begin()
             await producer.delta()
             seen = []
-            async for item in client.attach("a").events():
-                seen.append(item["seq"])
-                if item["seq"] == 1:
-                    for _ in range(9):
-                        await producer.delta()
-                    await producer.done()
+            async with asyncio.timeout(60):
+                async for item in client.attach("a").events():
+                    seen.append(item["seq"])
+                    if item["seq"] == 1:
+                        for _ in range(9):
+                            await producer.delta()
+                        await producer.done()
             assert seen == list(range(1, 13))
         await producer.aclose()
 
@@ -229,7 +230,7 @@ def test_the_subscription_connection_may_break(queue_config: QueueConfig, run: R
         await producer.delta()
         seen = []
         # The watchdog is slow here: only the reconnection itself can bring what was missed.
-        async with AsyncClient(queue_config, watchdog_s=30) as client:
+        async with AsyncClient(queue_config, watchdog_s=600) as client, asyncio.timeout(60):
             async for item in client.attach("a").events():
                 seen.append(item["seq"])
                 if item["seq"] in (1, 11):
@@ -468,7 +469,7 @@ events = client.attach("parent").events()
 next(events)  # and left open: the interpreter must end all the same
 """
     command = [sys.executable, "-W", "ignore", "-c", script, queue_config.redis_url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (done.stdout, done.returncode) == ("cancelled cancelled\n", 0), done.stderr
 
 
@@ -476,7 +477,7 @@ def test_the_client_needs_neither_torch_nor_transformers() -> None:
     script = (
         "import sys, pagemill.ingest.client; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert done.stdout == "[]\n", done.stderr
 
 

