@@ -51,9 +51,9 @@ class LiveRequest:
 
     `callback`: who hears of its end by webhook. `beginnings`: those of its prompt, by which it is placed. `stopping`:
     how it will end once the engine has let it go. `detached`: what the engine still says does not count any more.
-    `published`: events that the server has; `has_told_tokens`: it knows that there are tokens. `recalled`: events of
-    earlier engines as they were stored, for a server that loses some of those too. `expires_at`, `flushed_at`: seconds
-    of the monotonic clock.
+    `published`: events that the server has; `has_tokens`: one has been generated, here or before; `has_told_tokens`: it
+    knows that. `recalled`: events of earlier engines as they were stored, for a server that loses some of those
+    too. `expires_at`, `flushed_at`: seconds of the monotonic clock.
     """
 
     entry: Entry
@@ -74,6 +74,7 @@ class LiveRequest:
     recalled: list[bytes] = field(default_factory=list)
 
     published: int = field(init=False)
+    has_tokens: bool = field(default=False, init=False)
     unwatched_since: float | None = field(default=None, init=False)
     flushed_at: float = field(default=0.0, init=False)
     _events: list[bytes] = field(default_factory=list, init=False)
@@ -111,15 +112,11 @@ class LiveRequest:
         count = 1 if self.body is None else self.body.params.n
         return [self.transcript.choice(index) for index in range(count)]
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether a token has been generated, published or not."""
-        return bool(self._token_ids) or any(choice.token_ids for choice in self.choices)
-
     def recall(self, transcript: Transcript, events: list[bytes]) -> None:
         """Go on from these events of earlier engines. If there were more, their readers may have them: what is
         generated anew is only told when it is known to be the same, or with a `rewind`."""
         self.transcript, self.recalled = transcript, events
+        self.has_tokens = any(choice.token_ids for choice in self.choices)
         self.begun = replace(self.begun, seq=len(events))
         self.published = len(events)
         for index, told in enumerate(read_told(self.begun.told)[: len(self.choices)]):
@@ -149,6 +146,7 @@ class LiveRequest:
             self._started = self._ran = True
         if output.token_ids:
             self._token_ids[output.index] += output.token_ids
+            self.has_tokens = True
         if output.logprobs is not None:
             self._logprobs[output.index] += [position.to_dict() for position in output.logprobs]
         if output.prompt_logprobs is not None:

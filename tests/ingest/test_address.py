@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from redis.asyncio.connection import Connection
 
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.address import parse_address
+from pagemill.ingest.redis import connect_commands
 
 
 def test_a_single_server() -> None:
@@ -53,3 +57,20 @@ def test_what_cannot_be_used_is_refused_without_its_password(url: object, words:
     with pytest.raises(ConfigError, match=words) as refused:
         parse_address(url)
     assert "pass" not in str(refused.value).replace("password", "")
+
+
+def test_commands_are_written_as_redis_py_writes_them() -> None:
+    """By hiredis, which takes arguments in the same forms."""
+    pytest.importorskip("hiredis")
+    commands: list[tuple[Any, ...]] = [
+        ("XADD", "é", b"\xff\x00", 7, 2.5, ""),
+        ("SCRIPT LOAD", "x" * 100_000),
+        ("PING",),
+    ]
+    client = connect_commands("redis://127.0.0.1:1/0", "test")
+    made: Any = client.connection_pool.make_connection()
+    assert type(made) is not Connection and isinstance(made, Connection)
+    plain = Connection()
+    for command in commands:
+        assert b"".join(made.pack_command(*command)) == b"".join(plain.pack_command(*command))
+    assert b"".join(made.pack_commands(commands)) == b"".join(plain.pack_commands(commands))
