@@ -56,6 +56,10 @@ def allowed() -> bool:
 
 
 def _emit(builder: Any, name: str, arguments: list[Any]) -> None:
+    """An instruction on tiles; none where they are not there, since code that never runs is compiled there too, and
+    LLVM ends the process over an instruction that it cannot express."""
+    if not MULTIPLIES_TILES:
+        return
     signature = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, signature, f"llvm.x86.{name}"), arguments)
 
