@@ -17,7 +17,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def pagemill(
-    *arguments: str, cwd: Path | None = None, timeout: float = 100, stdin: str = "", **changes: str
+    *arguments: str, cwd: Path | None = None, timeout: float = 240, stdin: str = "", **changes: str
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end."""
     return subprocess.run(

@@ -19,7 +19,7 @@ COMMANDS = (
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment(), check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment(), check=False
     )
 
 

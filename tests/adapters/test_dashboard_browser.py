@@ -44,7 +44,7 @@ def text_of(driver: webdriver.Chrome, selector: str) -> str:
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end, what
         time.sleep(0.05)

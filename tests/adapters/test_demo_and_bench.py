@@ -53,7 +53,7 @@ def test_the_offline_example_runs() -> None:
         [sys.executable, "-c", f"{one_core}runpy.run_path({example!r}, run_name='__main__')"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         env=environment(),
         check=False,
     )

@@ -234,6 +234,9 @@ def test_the_health_check_of_process_1(redis_url: str, valkey: Any) -> None:
             check = ["nsenter", "-t", str(role.pid), "-p", "-m", sys.executable, str(DOCKER / "healthcheck.py")]
             for act, status in ((role.resume, 0), (role.suspend, 1), (role.resume, 0)):
                 act()
-                assert subprocess.run(check, env=settings, capture_output=True, timeout=60).returncode == status
+                # Its own time limit is short: on a busy machine it may say once that a healthy gateway is not.
+                until = time.monotonic() + 60
+                while subprocess.run(check, env=settings, capture_output=True, timeout=60).returncode != status:
+                    assert time.monotonic() < until, status
         finally:
             role.kill()

@@ -71,7 +71,7 @@ def start(*arguments: str, timeout: float = 90) -> Served:
 def stop(served: Served, number: int = signal.SIGTERM) -> int:
     served.process.send_signal(number)
     try:
-        return served.process.wait(timeout=40)
+        return served.process.wait(timeout=90)
     finally:
         served.process.kill()
 
@@ -96,7 +96,7 @@ def test_the_log_of_a_role_is_json_where_nobody_watches(served: Served) -> None:
 
 def api(served: Served) -> str:
     """Where the gateway's OpenAI routes are."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not (lines := [line for line in served.lines if line.startswith("OpenAI's API at http://127.0.0.1:")]):
         assert time.monotonic() < until, served.lines  # the thread that reads has the line before it only
         threading.Event().wait(0.01)
@@ -232,9 +232,9 @@ def test_an_interrupted_engine_lets_what_runs_finish() -> None:
     body = json.dumps({"prompt": "Go on", "max_tokens": 60, "ignore_eos": True})
     stream, events = "pm:{default.0}:in:1", "pm:{default.0}:ev:long"
     with EmbeddedServer() as own, redis.Redis.from_url(own.url, decode_responses=True) as server:
-        engine = start("engine", "--redis-url", own.url, *SMALL)
+        engine = start("engine", "--redis-url", own.url, "--drain-timeout-s", "120", *SMALL)
         server.xadd(stream, {"v": "1", "id": "long", "body": body})
-        assert server.xread({events: "0"}, block=30_000, count=1), "it runs"
+        assert server.xread({events: "0"}, block=60_000, count=1), "it runs"
         assert stop(engine, signal.SIGINT) == 0, "".join(engine.errors)
         *_, (_, last) = server.xrange(events)
         done = json.loads(last["e"])

@@ -497,12 +497,12 @@ def test_a_lost_helper_is_replaced(tokenizer: Tokenizer) -> None:
     first = compiler._vocabulary.trial._process
     assert first is not None
     first.kill()
-    first.wait(10)
+    first.wait(60)
     assert compiler.compile(StructuredOutputs(regex="b"))
     second = compiler._vocabulary.trial._process
     assert second is not None and second is not first
     del compiler
-    second.wait(10)
+    second.wait(60)
 
 
 def test_a_helper_that_cannot_work_is_the_engines_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_helpers_end_with_their_team() -> None:
     del team
     gc.collect()
     for helper_thread in helpers:
-        helper_thread.join(30)
+        helper_thread.join(60)
         assert not helper_thread.is_alive()
 
 
@@ -90,7 +90,7 @@ def test_an_idle_helper_sleeps_and_wakes() -> None:
 
 
 def _sleeps(wake: threading.Event) -> bool:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while wake.is_set() and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     return not wake.is_set()
@@ -125,7 +125,7 @@ def test_a_call_that_meets_a_helper_on_its_way_to_sleep_wakes_it() -> None:
     wake.set()
     helping = threading.Thread(target=team_module._help, args=(words, 1, wake, asked), daemon=True)
     helping.start()
-    helping.join(30)
+    helping.join(60)
     assert not helping.is_alive()
     assert noticed == [0]
 
@@ -143,7 +143,7 @@ def test_a_forked_child_has_no_helpers_and_does_not_miss_them() -> None:
     results = context.SimpleQueue()
     child = context.Process(target=_call_after_fork, args=(team, results))
     child.start()
-    child.join(30)
+    child.join(60)
     assert child.exitcode == 0
     assert results.get() == [1] * 16 + [16]
 

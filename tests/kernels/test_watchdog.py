@@ -117,7 +117,7 @@ def test_a_helper_that_is_not_in_use_sleeps_although_the_team_is_held() -> None:
     team = Team(3)
     with team.held():
         team.use(2)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while team._wake[1].is_set() and time.monotonic() < deadline:
             threading.Event().wait(0.01)
         assert not team._wake[1].is_set()
