@@ -1,0 +1,40 @@
+"""What a reader finds of its own after a read that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.keys import GROUP, QueueKeys
+from pagemill.ingest.redis import connect_commands
+from pagemill.ingest.stream_reader import StreamReader
+
+SHARD = QueueKeys("pm", "default").shards[0]
+
+
+def test_own_entries_are_read_again_and_none_of_them_is_too_long_to_come(any_redis_url: str, run: Any) -> None:
+    """A body that takes longer than a reply may would otherwise be asked for for ever, and nothing after it come."""
+    config = QueueConfig(redis_url=any_redis_url, block_ms=50, max_body_bytes=1024)
+
+    async def beat() -> None:
+        pass
+
+    async def scenario() -> None:
+        client = connect_commands(any_redis_url, "test")
+        reader = StreamReader(SHARD, "e", client, config, beat, lambda: True, lambda place: None, lambda: None)
+        assert await reader.read() == []
+        stream = SHARD.streams[1]
+        bodies = [b"short", b"x" * 20_000_000, b"gone", *(b"%d" % number for number in range(250)), b"y" * 1024]
+        for number, body in enumerate(bodies):
+            await client.xadd(stream, {"v": 1, "id": f"r{number}", "body": body})
+        await client.xreadgroup(GROUP, "e", {stream: ">"}, count=1000)
+        await client.xdel(stream, (await client.xrange(stream))[2][0])
+        reader.look_again()
+        found = await reader.read()
+        assert [entry.fields[b"body"] for entry in found] == [b"short", b"x" * 1025, *bodies[3:]]
+        assert [entry.fields[b"id"] for entry in found][-1] == b"r253"
+        assert (await client.xpending(stream, GROUP))["pending"] == len(bodies) - 1, "what was deleted is let go"
+        await reader.aclose()
+        await client.aclose()
+
+    run(scenario())
