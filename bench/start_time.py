@@ -21,8 +21,8 @@ from pathlib import Path
 
 # What a start says, in this order, and what is over then.
 PHASES = (
-    ("embedded server started", "engine imported, embedded server answers"),
-    ("webhooks are sent", "gateway listens"),
+    ("embedded server started", "embedded server answers"),
+    ("webhooks are sent", "engine imported, gateway listens"),
     ("memory budget", "model and kernels loaded, memory measured"),
     ("engine serves the queue", "tokenizer, scheduler and pool made"),
     ("serving ", "ready: Redis connected, first look at the queue done"),
