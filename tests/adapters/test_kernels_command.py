@@ -45,7 +45,7 @@ def test_an_engine_compiles_nothing_after_a_build(tmp_path: Path) -> None:
     shutil.copytree(usual, built, dirs_exist_ok=True)
     for kernel in built.glob("edit.*"):
         kernel.unlink()
-    done = pagemill("kernels", "build", "--cache-dir", str(folder), "--dtype", "float32", timeout=110)
+    done = pagemill("kernels", "build", "--cache-dir", str(folder), "--dtype", "float32", timeout=240)
     assert done.returncode == 0, done.stderr
     assert str(built) in done.stdout
     assert "compiling kernel 1: " in done.stderr
@@ -56,7 +56,7 @@ def test_an_engine_compiles_nothing_after_a_build(tmp_path: Path) -> None:
         [sys.executable, "-c", _EVERY_KIND, str(model), str(folder), "float32"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env=environment(),
         check=False,
     )

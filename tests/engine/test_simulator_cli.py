@@ -208,5 +208,5 @@ def test_a_file_that_is_no_trace(simulate: Any, tmp_path: Path) -> None:
 
 def test_no_model_is_loaded() -> None:
     code = "import sys, pagemill.adapters.cli.simulate; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert result.stdout.strip() == "False False"

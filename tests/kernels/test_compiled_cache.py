@@ -223,7 +223,7 @@ def _start(folder: Path, **options: Any) -> subprocess.Popen[str]:
 
 
 def _end(process: subprocess.Popen[str]) -> dict[str, Any]:
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert "Warning" not in errors
     return {**json.loads(output.splitlines()[-1]), "output": output + errors}

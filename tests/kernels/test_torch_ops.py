@@ -107,7 +107,7 @@ def test_without_numba_an_engine_says_why_and_writes_the_same(tmp_path: Path) ->
     used, texts = generate(str(tmp_path))
     assert used == "cpu"
     for reason, process in running.items():
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
         used, said, written = json.loads(output.splitlines()[-1])
         assert used == "torch"

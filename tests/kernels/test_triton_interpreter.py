@@ -23,7 +23,7 @@ def run_python(*arguments: str, interpret: bool) -> subprocess.CompletedProcess[
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
 
 
