@@ -6,9 +6,9 @@ a long tail); token ids are random, since speed does not depend on what they say
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 FIRST_ID, LAST_ID = 300, 49151  # ordinary tokens of SmolLM2
@@ -47,4 +47,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Write the workloads that `make bench` runs.")
+    parser.add_argument("folder", metavar="FOLDER")
+    main(parser.parse_args().folder)
