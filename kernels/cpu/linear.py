@@ -11,6 +11,7 @@ import torch
 
 from pagemill.kernels.cpu import amx, matmul, matmul_amx
 from pagemill.kernels.cpu.arena import Arena
+from pagemill.kernels.cpu.gather import gather_floats, gather_pairs
 from pagemill.kernels.cpu.matmul import PANEL, TASK_WORDS
 from pagemill.kernels.cpu.pack import pack
 from pagemill.kernels.cpu.reuse import ReusedMemory
@@ -106,7 +107,7 @@ def gather(linear: CpuLinear, token_ids: torch.Tensor, board: int) -> torch.Tens
     if len(ids) and not 0 <= ids.min() <= ids.max() < linear.out_features:
         raise IndexError(f"ids must lie in 0 .. {linear.out_features - 1}, got {ids.min()} .. {ids.max()}")
     out = torch.empty((len(ids), linear.in_features), dtype=linear.dtype)
-    run = matmul.gather_pairs if linear.dtype == torch.bfloat16 else matmul.gather_floats
+    run = gather_pairs if linear.dtype == torch.bfloat16 else gather_floats
     run(board, linear.record.ctypes.data, ids.ctypes.data, len(ids), out.data_ptr())
     return out
 

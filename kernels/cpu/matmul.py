@@ -33,7 +33,7 @@ from numba.extending import intrinsic
 from pagemill.kernels.cpu.isa import LANES, MULTIPLIES_PAIRS, WIDE_REGISTERS, call, dot_pairs, to_bfloat
 from pagemill.kernels.cpu.jit import exact_helper, helper, kernel
 from pagemill.kernels.cpu.simd import exp32, narrow, next_item, pair_halves, splat
-from pagemill.kernels.cpu.team import address_of, run, run_at
+from pagemill.kernels.cpu.team import address_of, run_at
 from pagemill.kernels.cpu.views import vector
 
 PANEL = 3 * LANES
@@ -71,8 +71,6 @@ ROWS_AT_ONCE = 128
 _ITEMS_PER_THREAD = 16
 # Words of a packed weight that one thread takes at a time: enough to make the taking cheap, little enough to share out.
 _WORDS_AT_ONCE = 16384
-
-_GATHER_PARTS = 4  # of the ids, for each thread
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -360,29 +358,8 @@ def make_worker(packed: bool, most_rows: int, columns: Any, prepare: Any = _as_b
     return worker
 
 
-def _make_gather(packed: bool) -> Any:
-    like = np.uint16(0) if packed else _ZERO
-    pack = 2 if packed else 1
-
-    @helper
-    def gather(part: int, parts: int, record_at: int, ids: Any, out: int) -> None:
-        record = vector(record_at, RECORD_WORDS, np.int64(0))
-        depth = record[RECORD_DEPTH]
-        count = ids.shape[0]
-        for index in range(count * part // parts, count * (part + 1) // parts):
-            row = vector(out + index * depth * 4, depth * pack, like)
-            token = ids[index]
-            panel = record[RECORD_PANELS] + token // PANEL * depth * PANEL * 4
-            stored = vector(panel, depth * PANEL * pack, like)[token % PANEL * pack :]
-            for word in range(depth):
-                for half in range(pack):
-                    row[word * pack + half] = stored[word * PANEL * pack + half]
-
-    return gather
-
-
-_pair_worker, _gather_pairs = make_worker(True, _PAIR_ROWS, _make_columns(True)), _make_gather(True)
-_float_worker, _gather_floats = make_worker(False, _FLOAT_ROWS, _make_columns(False)), _make_gather(False)
+_pair_worker = make_worker(True, _PAIR_ROWS, _make_columns(True))
+_float_worker = make_worker(False, _FLOAT_ROWS, _make_columns(False))
 
 
 @kernel
@@ -401,15 +378,3 @@ def float_worker() -> int:
 def multiply(board: int, worker: int, task: int) -> None:
     """Run a task, by address, on a board with the worker at an address."""
     run_at(board, 1, worker, task)
-
-
-@kernel
-def gather_pairs(board: int, record: int, ids: int, count: int, out: int) -> None:
-    """Rows ids int64 [count] of a weight of one section, to out [count, in_features]; all by address."""
-    run(board, _GATHER_PARTS, _gather_pairs, (record, vector(ids, count, np.int64(0)), out))
-
-
-@kernel
-def gather_floats(board: int, record: int, ids: int, count: int, out: int) -> None:
-    """As `gather_pairs`, of float32."""
-    run(board, _GATHER_PARTS, _gather_floats, (record, vector(ids, count, np.int64(0)), out))
