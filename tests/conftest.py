@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine_session import engine, engine_loop, play
+from tests.ingest.bare_engine import on_queue
 from tests.redis_fixtures import (
     any_redis_url,
     floor_redis,
@@ -21,6 +22,7 @@ __all__ = [
     "engine",
     "engine_loop",
     "floor_redis",
+    "on_queue",
     "play",
     "queue_config",
     "queue_keys",

@@ -10,9 +10,7 @@ from pagemill.ingest.callback import Callback
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.deliveries import Claimed, Deliveries, claim, settle
 from pagemill.ingest.redis import Client
-from tests.ingest.test_scripts import SHARD, Engine, delta, on_queue, submit
-
-__all__ = ["on_queue"]
+from tests.ingest.bare_engine import SHARD, Engine, delta, submit
 
 CALLBACK = Callback("https://example.com/", ("request.started", "request.completed")).stored({"a": "b"})
 

@@ -13,22 +13,17 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 from pagemill.engine.errors import RequestError
 from pagemill.engine.grammar import GrammarCompiler
-from pagemill.engine.loader import resolve_model
 from pagemill.engine.structured_outputs import StructuredOutputs
-from pagemill.engine.tokenizer import Tokenizer
 from tests.engine.invented_schemas import SchemaMaker, Writer
 
-VOCAB_SIZE = 49_152
-EOS = 2
 # The 29th of February is allowed in every year, so dates are not checked.
 FORMATS = FormatChecker(formats=["email", "ipv4", "ipv6", "uuid", "idn-email"])
 
 
-def test_texts_of_random_schemas_are_valid(request: pytest.FixtureRequest) -> None:
+def test_texts_of_random_schemas_are_valid(
+    request: pytest.FixtureRequest, compiler: GrammarCompiler, writer: Writer
+) -> None:
     count = request.config.getoption("--schemas")
-    tokenizer = Tokenizer.from_folder(resolve_model("smollm2-135m").path)
-    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,))
-    writer = Writer(tokenizer, VOCAB_SIZE, EOS)
     refused, cut = [], 0
     for seed in range(count):
         rng = random.Random(seed)

@@ -15,7 +15,6 @@ from pagemill.engine.admission import Limits
 from pagemill.engine.answer_reader import AnswerReader
 from pagemill.engine.chat import Chat
 from pagemill.engine.grammar import GrammarCompiler
-from pagemill.engine.loader import resolve_model
 from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.prompt import make_request
 from pagemill.engine.reasoning import ReasoningReader, in_prompt, reasoning_parser_of, reasoning_reader
@@ -169,11 +168,6 @@ def test_templates_tell_the_form(template: str, parser: str | None) -> None:
 )
 def test_a_prompt_may_have_begun_it_or_left_it_out(parser: Any, end: str, expected: str | None) -> None:
     assert in_prompt(parser, end) == expected
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(resolve_model("smollm2-135m").path)
 
 
 @pytest.fixture(scope="module")

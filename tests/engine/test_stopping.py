@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.engine.errors import RequestError
-from pagemill.engine.loader import resolve_model
 from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.request import Request
 from pagemill.engine.sampling_params import SamplingParams
@@ -33,11 +32,6 @@ class Run:
     @property
     def text(self) -> str:
         return "".join(self.deltas)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(resolve_model("smollm2-135m").path)
 
 
 def _request(output: list[int] | None = None, max_tokens: int = 1000, **params: Any) -> Request:

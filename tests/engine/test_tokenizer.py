@@ -36,11 +36,6 @@ def folder() -> Path:
     return resolve_model("smollm2-135m").path
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.from_folder(folder)
-
-
 def test_encode_and_decode_agree_with_transformers(tokenizer: Tokenizer, folder: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:

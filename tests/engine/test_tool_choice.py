@@ -10,7 +10,6 @@ import pytest
 from pagemill.engine.chat import Chat
 from pagemill.engine.errors import RequestError
 from pagemill.engine.grammar import GrammarCompiler
-from pagemill.engine.loader import resolve_model
 from pagemill.engine.structured_outputs import StructuredOutputs
 from pagemill.engine.tokenizer import Tokenizer
 from pagemill.engine.tool_choice import ToolChoice
@@ -34,11 +33,6 @@ TOOLS = [
 ]
 HI = [{"role": "user", "content": "hi"}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_folder(resolve_model("smollm2-135m").path)
 
 
 @pytest.fixture(scope="module")

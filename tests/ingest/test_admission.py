@@ -17,9 +17,7 @@ from pagemill.ingest import scripts
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.keys import GROUP
 from pagemill.ingest.redis import Client
-from tests.ingest.test_scripts import SHARD, Engine, cancel, on_queue, outstanding, raw_add, record, stored, submit
-
-__all__ = ["on_queue"]
+from tests.ingest.bare_engine import SHARD, Engine, cancel, outstanding, raw_add, record, stored, submit
 
 KEEPING = scripts.Keeping()
 

@@ -22,9 +22,7 @@ from pagemill.ingest.schema import RequestBody
 from pagemill.ingest.stream_reader import StreamReader
 from pagemill.ingest.worker import Worker
 from tests.chaos.model import make_model
-from tests.ingest.test_scripts import SHARD, Engine, delta, on_queue, raw_add, submit
-
-__all__ = ["on_queue"]
+from tests.ingest.bare_engine import SHARD, Engine, delta, raw_add, submit
 
 LONG, SHORT = "1long", "0short"
 

@@ -1,166 +1,28 @@
-"""The scripts against real servers: fences, repeated calls, stale writers, duplicates, cancel races."""
+"""The scripts against real servers: a request's way, repeated calls, duplicates, cancels, deadlines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
 import pytest
 from redis.exceptions import ResponseError
 
 from pagemill.ingest import scripts
-from pagemill.ingest.entries import Entry
-from pagemill.ingest.events import event
-from pagemill.ingest.keys import GROUP, QueueKeys, ShardKeys
-from pagemill.ingest.redis import Client, connect_commands, is_unavailable
+from pagemill.ingest.redis import Client, is_unavailable
+from tests.ingest.bare_engine import (
+    SHARD,
+    Engine,
+    cancel,
+    delta,
+    outstanding,
+    raw_add,
+    record,
+    stored,
+    submit,
+)
 
-KEYS = QueueKeys("pm", "default")
-SHARD = KEYS.shards[0]
 DAY_MS = 86_400_000
-
-
-class Engine:
-    """What an engine does to the queue, one script at a time."""
-
-    def __init__(self, client: Client, owner: str) -> None:
-        self.client = client
-        self.owner = owner
-
-    async def call(self, call: scripts.Call) -> Any:
-        return await scripts.run_one(self.client, call)
-
-    async def take(self) -> Entry:
-        reply: Any = await self.client.xreadgroup(GROUP, self.owner, dict.fromkeys(SHARD.streams, ">"), count=1)
-        ((stream, ((entry_id, fields),)),) = reply
-        return Entry(SHARD, SHARD.streams.index(stream.decode()), entry_id, fields)
-
-    async def begin(
-        self, entry: Entry, request_id: str = "a", seed: int = 7, **options: Any
-    ) -> scripts.BeginReply | str:
-        call = scripts.begin(entry, self.owner, request_id, ttl_ms=60_000, tenant="default", seed=seed, **options)
-        return scripts.BeginReply.read(await self.call(call))
-
-    async def append(self, attempt: int, offset: int, events: list[bytes], request_id: str = "a") -> scripts.WriteReply:
-        call = scripts.append(SHARD, request_id, self.owner, attempt, offset, events, has_tokens=len(events) > 0)
-        return scripts.WriteReply.read(await self.call(call))
-
-    def finish_call(self, entry: Entry, attempt: int, offset: int, state: str, **options: Any) -> scripts.Call:
-        return scripts.finish(
-            entry,
-            options.get("request_id", "a"),
-            self.owner,
-            attempt,
-            offset,
-            [done(offset + 1, attempt, state)],
-            state=state,
-            result=b"[]",
-            usage=b"{}",
-            metrics=b"{}",
-            error=b"",
-            num_tokens=3,
-            result_ttl_ms=3_600_000,
-            replay_ttl_ms=600_000,
-            dead_letter=options.get("dead_letter", ""),
-        )
-
-    async def finish(
-        self, entry: Entry, attempt: int, offset: int, state: str = "completed", **options: Any
-    ) -> scripts.WriteReply:
-        return scripts.WriteReply.read(await self.call(self.finish_call(entry, attempt, offset, state, **options)))
-
-    async def reap(self, count: int = 9, timeout_ms: int = 60_000, **options: Any) -> list[Entry]:
-        if await self.client.zscore(SHARD.heartbeats, self.owner) is None:
-            await self.beat()  # as every engine does before it reads
-        call = scripts.reap(SHARD, self.owner, timeout_ms=timeout_ms, count=count, **options)
-        return scripts.read_given(SHARD, await self.call(call))
-
-    async def beat(self) -> None:
-        await self.call(scripts.renew(SHARD, self.owner, b"{}"))
-
-
-def delta(seq: int, attempt: int = 1) -> bytes:
-    return event(seq, attempt, "delta", index=0, token_ids=[seq], text=f"{seq} ")
-
-
-def done(seq: int, attempt: int = 1, state: str = "completed") -> bytes:
-    return event(seq, attempt, "done", state=state)
-
-
-async def one_at_work(client: Client, *names: str) -> tuple[Engine, Engine, Entry]:
-    """Two engines that live, of which the first has begun a request."""
-    first, second = (Engine(client, name) for name in names)
-    await first.beat()
-    await second.beat()
-    await submit(client)
-    entry = await first.take()
-    await first.begin(entry)
-    return first, second, entry
-
-
-async def submit(client: Client, request_id: str = "a", **options: Any) -> scripts.SubmitReply:
-    body = options.pop("body", b'{"prompt":"x"}')
-    defaults: dict[str, Any] = {"priority": 1, "submission": request_id, "ttl_ms": 60_000, "tenant": "default"}
-    call = scripts.submit(SHARD, request_id, body, **{"as_blob": False, **defaults, **options})
-    return scripts.SubmitReply.read(await scripts.run_one(client, call))
-
-
-async def raw_add(client: Client, request_id: str = "a", stream: int = 1) -> bytes:
-    entry: Any = await client.xadd(SHARD.streams[stream], {"v": 1, "id": request_id, "body": '{"prompt":"x"}'})
-    return bytes(entry)
-
-
-async def cancel(client: Client, request_id: str = "a") -> list[bytes]:
-    call = scripts.cancel(SHARD, request_id, error=b"{}")
-    reply: list[bytes] = await scripts.run_one(client, call)
-    return reply
-
-
-async def stored(client: Client, request_id: str = "a") -> list[int]:
-    entries: Any = await client.xrange(SHARD.events(request_id))
-    return [orjson.loads(fields[b"e"])["seq"] for _, fields in entries]
-
-
-async def record(client: Client, request_id: str = "a") -> dict[str, str]:
-    fields: Any = await client.hgetall(SHARD.record(request_id))
-    return {name.decode(): value.decode() for name, value in fields.items()}
-
-
-async def outstanding(client: Client, shard: ShardKeys = SHARD) -> tuple[int, int]:
-    """Entries in the streams, and entries pending."""
-    entries = pending = 0
-    for stream in shard.streams:
-        entries += await client.xlen(stream)
-        pending += (await client.xpending(stream, GROUP))["pending"]
-    return entries, pending
-
-
-@pytest.fixture
-def on_queue(
-    any_redis_url: str, run: Callable[[Coroutine[Any, Any, Any]], Any]
-) -> Callable[[Callable[[Client], Coroutine[Any, Any, None]]], None]:
-    """Runs a scenario on an empty queue that has its groups."""
-
-    @asynccontextmanager
-    async def queue() -> AsyncIterator[Client]:
-        client = connect_commands(any_redis_url, "test")
-        for stream in SHARD.streams:
-            await client.xgroup_create(stream, GROUP, id="0", mkstream=True)
-        try:
-            yield client
-        finally:
-            await client.aclose()
-
-    def execute(scenario: Callable[[Client], Coroutine[Any, Any, None]]) -> None:
-        async def play() -> None:
-            async with queue() as client:
-                await scenario(client)
-
-        run(play())
-
-    return execute
 
 
 def test_a_request_goes_from_submission_to_its_end_and_leaves_only_answers(on_queue: Any) -> None:
@@ -262,34 +124,6 @@ def test_one_call_writes_for_many_and_one_requests_trouble_harms_no_other(on_que
         finally:
             await client.config_set("maxmemory", 0)
         assert await stored(client, "r0") == [1]
-
-    on_queue(scenario)
-
-
-def test_a_writer_that_was_taken_over_can_write_nothing(on_queue: Any) -> None:
-    async def scenario(client: Client) -> None:
-        zombie, heir, entry = await one_at_work(client, "zombie", "heir")
-        await zombie.append(1, 0, [delta(1)])
-        assert await heir.reap() == []
-        await client.zadd(SHARD.heartbeats, {"zombie": 1})
-        assert await heir.reap() == [entry]
-        begun = await heir.begin(entry)
-        assert isinstance(begun, scripts.BeginReply)
-        assert (begun.attempt, begun.seq, begun.seed) == (2, 1, 7)
-
-        assert (await zombie.append(1, 1, [delta(2)])).status == "stale"
-        assert (await zombie.finish(entry, 1, 1)).status == "stale"
-        assert await zombie.begin(entry) == "lost"
-        assert (await zombie.call(scripts.release(SHARD, "a", "zombie", 1)))[0] == b"stale"
-        assert (await zombie.call(scripts.dead_letter(entry, "zombie", "x", "x")))[0] == b"lost"
-
-        assert (await heir.append(2, 1, [delta(2, 2)])).seq == 2
-        # The right owner with an old attempt is refused as well.
-        assert (await heir.append(1, 2, [delta(3)])).status == "stale"
-        assert (await heir.finish(entry, 2, 2)).status == "ok"
-        assert (await zombie.finish(entry, 1, 2)).status == "stale"
-        assert await stored(client) == [1, 2, 3]
-        assert await outstanding(client) == (0, 0)
 
     on_queue(scenario)
 
@@ -466,88 +300,6 @@ def test_a_deadline_is_seen_by_every_script_that_goes_on_with_a_request(on_queue
     on_queue(scenario)
 
 
-def test_releasing_burns_no_attempt(on_queue: Any) -> None:
-    async def scenario(client: Client) -> None:
-        engine, heir = Engine(client, "e1"), Engine(client, "e2")
-        await engine.beat()
-        await heir.beat()
-        await submit(client)
-        entry = await engine.take()
-        await engine.begin(entry)
-        await engine.append(1, 0, [delta(1)])
-        assert (await engine.call(scripts.release(SHARD, "a", "e1", 1)))[0] == b"ok"
-        assert (await engine.append(1, 1, [delta(2)])).status == "stale"
-        await engine.call(scripts.retire(SHARD, "e1"))
-        assert [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)] == [b"e1"]
-        adopted = await heir.reap()
-        assert len(adopted) == 1
-        begun = await heir.begin(entry)
-        assert isinstance(begun, scripts.BeginReply)
-        assert (begun.attempt, begun.released) == (2, 1)
-        # The dead consumer held nothing any more, so it is gone; one that holds something never goes.
-        assert [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)] == [b"e2"]
-
-    on_queue(scenario)
-
-
-def test_adopting_is_bounded_and_passes_over_what_was_deleted(on_queue: Any) -> None:
-    async def scenario(client: Client) -> None:
-        dead, heir = Engine(client, "dead"), Engine(client, "heir")
-        await heir.beat()
-        for number in range(4):
-            await submit(client, f"r{number}")
-            entry = await dead.take()
-        await client.xdel(SHARD.streams[1], entry.entry_id)
-        await dead.call(scripts.retire(SHARD, "dead"))
-        first = await heir.reap(count=2)
-        assert await client.zscore(SHARD.heartbeats, "dead") == 0
-        rest = await heir.reap(count=2)
-        assert (len(first), len(rest)) == (2, 1)
-        assert await client.zscore(SHARD.heartbeats, "dead") is None, "nothing of it is left"
-        pending = await client.xpending(SHARD.streams[1], GROUP)
-        assert pending["consumers"] == [{"name": b"heir", "pending": 3}]
-
-    on_queue(scenario)
-
-
-@pytest.mark.parametrize("what", ["acknowledged", "consumer deleted", "group moved on"])
-def test_what_somebody_has_taken_from_the_group_is_found(on_queue: Any, what: str) -> None:
-    """What an engine runs stays its own; the rest is for whoever finds it."""
-
-    async def scenario(client: Client) -> None:
-        engine, finder = Engine(client, "e1"), Engine(client, "e2")
-        stream, names = SHARD.streams[1], [f"r{number}" for number in range(24)]
-        for name in names:
-            await submit(client, name)
-        runs = await engine.take()
-        await engine.begin(runs, "r0")
-        if what == "group moved on":
-            await client.xgroup_setid(stream, GROUP, "$")
-            lost = names[1:]
-        else:
-            lost = names[1:3]
-            for _ in lost:
-                entry = await engine.take()
-                await client.xack(stream, GROUP, entry.entry_id)
-            if what == "acknowledged":
-                await client.xack(stream, GROUP, runs.entry_id)
-            else:
-                await client.xgroup_delconsumer(stream, GROUP, "e1")
-        found: list[str] = []
-        places: list[Any] = ["0-0"] * 3
-        for _ in range(30):
-            call = scripts.Call("passed_over", SHARD.streams, (GROUP, "e2", 2, SHARD.base, *places))
-            given, places = await finder.call(call)
-            assert len(given) <= 2
-            found += [entry.fields[b"id"].decode() for entry in scripts.read_given(SHARD, given)]
-        assert found == lost
-        pending = (await client.xpending(stream, GROUP))["consumers"]
-        assert pending == [{"name": b"e1", "pending": 1}, {"name": b"e2", "pending": len(lost)}]
-        assert (await engine.finish(runs, 1, 0, request_id="r0")).status == "ok"
-
-    on_queue(scenario)
-
-
 def test_dead_letters_keep_what_was_sent(on_queue: Any) -> None:
     async def scenario(client: Client) -> None:
         engine = Engine(client, "e1")
@@ -567,21 +319,6 @@ def test_dead_letters_keep_what_was_sent(on_queue: Any) -> None:
         await engine.finish(entry, 1, 0, "failed", dead_letter="poison")
         letters = await client.xrange(SHARD.dead_letters)
         assert letters[1][1][b"reason"] == b"poison" and letters[1][1][b"attempts"] == b"1"
-
-    on_queue(scenario)
-
-
-def test_heartbeats_forget_engines_that_are_long_gone(on_queue: Any) -> None:
-    async def scenario(client: Client) -> None:
-        engine = Engine(client, "e1")
-        await client.zadd(SHARD.heartbeats, {"old": 1})
-        await client.hset(SHARD.engines, "old", "{}")
-        await engine.beat()
-        await engine.beat()  # the first one cannot tell: perhaps the clock was set
-        assert await client.zrange(SHARD.heartbeats, 0, -1) == [b"e1"]
-        assert await client.hkeys(SHARD.engines) == [b"e1"]
-        await engine.call(scripts.retire(SHARD, "e1"))
-        assert await client.exists(SHARD.heartbeats, SHARD.engines) == 0
 
     on_queue(scenario)
 
@@ -606,40 +343,5 @@ def test_live_events_are_published_as_they_are_stored(on_queue: Any) -> None:
         assert live == [b"%d %s" % (n + 1, fields[b"e"]) for n, (_, fields) in enumerate(entries)]
         assert [entry_id for entry_id, _ in entries] == [b"1-0", b"2-0", b"3-0"]
         await pubsub.aclose()
-
-    on_queue(scenario)
-
-
-@pytest.mark.parametrize("ahead_ms", [-3_600_000, 3_600_000])
-def test_a_clock_that_was_set_makes_nobody_dead(on_queue: Any, ahead_ms: int) -> None:
-    """All heartbeats are of another time, as after a sleep of the machine. Who beats again knows how far it is."""
-
-    async def scenario(client: Client) -> None:
-        _, heir, entry = await one_at_work(client, "living", "heir")
-        for name in ("living", "heir"):
-            await client.zincrby(SHARD.heartbeats, ahead_ms, name)
-        assert await heir.reap() == []
-        now, before = await heir.call(scripts.renew(SHARD, "heir", b"{}"))
-        assert abs(float(before) - now - ahead_ms) < 60_000
-        assert await heir.reap(old_beats_count=False) == [], "others need time to beat again"
-        assert await heir.reap() == [entry], "it has not: it is dead"
-
-    on_queue(scenario)
-
-
-@pytest.mark.parametrize("name", ["heir", "newcomer"])
-@pytest.mark.parametrize("lists", [[SHARD.heartbeats], [SHARD.heartbeats, SHARD.engines]], ids=["hb", "hb and engines"])
-def test_deleted_heartbeats_make_nobody_dead(on_queue: Any, lists: list[str], name: str) -> None:
-    """Neither to an engine that was there nor to one that comes now."""
-
-    async def scenario(client: Client) -> None:
-        _, other, entry = await one_at_work(client, "living", "heir")
-        heir = other if name == "heir" else Engine(client, name)
-        await client.delete(*lists)
-        assert await heir.call(scripts.reap(SHARD, name, timeout_ms=60_000, count=9)) == []
-        await heir.beat()
-        assert await heir.reap() == [], "it has not had the time to beat again"
-        await client.zincrby(SHARD.heartbeats, -120_000, "living")
-        assert await heir.reap() == [entry], "it has not come back"
 
     on_queue(scenario)

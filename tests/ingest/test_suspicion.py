@@ -6,9 +6,7 @@ from typing import Any
 
 from pagemill.ingest import scripts
 from pagemill.ingest.redis import Client
-from tests.ingest.test_scripts import SHARD, Engine, cancel, delta, on_queue, outstanding, raw_add, record, submit
-
-__all__ = ["on_queue"]
+from tests.ingest.bare_engine import SHARD, Engine, cancel, delta, outstanding, raw_add, record, submit
 
 
 async def now_ms(client: Client) -> int:

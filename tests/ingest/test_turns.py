@@ -10,10 +10,8 @@ from pagemill.engine.policy import AGED_TURN, AGEING_S
 from pagemill.ingest import scripts
 from pagemill.ingest.redis import Client
 from pagemill.ingest.stream_reader import Turns
+from tests.ingest.bare_engine import SHARD, Engine, delta, outstanding, raw_add, record, submit
 from tests.ingest.test_admission import accept, sweep
-from tests.ingest.test_scripts import SHARD, Engine, delta, on_queue, outstanding, raw_add, record, submit
-
-__all__ = ["on_queue"]
 
 
 def shares(turns: Turns, filled: set[int], count: int) -> list[int]:
