@@ -20,6 +20,10 @@ class DeviceFacts:
     multiprocessors: int
 
 
+INTERPRETED_DEVICE = DeviceFacts(capability=90, multiprocessors=8)
+"""The device that the interpreter plays: few multiprocessors, so that short contexts are split too."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """One compiled variant: tile shape, warps per program, stages of the load pipeline."""

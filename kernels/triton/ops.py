@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -21,22 +20,13 @@ from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
 from pagemill.kernels.quantised_weight import QuantisedWeight
 from pagemill.kernels.reference import ReferenceOps
 from pagemill.kernels.triton.attention import merge_parts_kernel, paged_attention_kernel
-from pagemill.kernels.triton.configs import (
-    PROGRAMS_PER_MULTIPROCESSOR,
-    AttentionConfig,
-    DeviceFacts,
-    decode_config,
-    next_power_of_two,
-    padded_head_dim,
-    prefill_config,
-)
+from pagemill.kernels.triton.configs import INTERPRETED_DEVICE, DeviceFacts, next_power_of_two, padded_head_dim
+from pagemill.kernels.triton.device_work import device_works
 from pagemill.kernels.triton.edits import edit_logits
 from pagemill.kernels.triton.elementwise import rms_norm_kernel, silu_and_mul_kernel
-from pagemill.kernels.triton.filters import logit_thresholds
 from pagemill.kernels.triton.kv import copy_blocks_kernel, rotary_kernel, write_kv_kernel
 from pagemill.kernels.triton.logprobs import LONGEST_LIST, logprobs
-from pagemill.kernels.triton.plan import plan_attention
-from pagemill.kernels.triton.sampling import PARAMETER_WORDS, sample_chunk_kernel, sample_row_kernel
+from pagemill.kernels.triton.sampling import sample
 
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _LOG2_E = math.log2(math.e)
@@ -44,7 +34,6 @@ _PARTS_AT_ONCE = 16
 _ROTARY_ELEMENTS = 256  # of one half, per program of one warp: 16 bytes a thread in 16-bit types
 _ACTIVATION_BLOCK = 1024
 _COPY_BLOCK = 4096
-_SAMPLE_GROUPS = 512  # of four tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +50,6 @@ class DenseLinear:
     @property
     def out_features(self) -> int:
         return int(self.weight.shape[0])
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceWork:
-    """A work list on the device, with the variant it was made for. `work` int32 [items, 8], `merge` int32 [n, 4]."""
-
-    config: AttentionConfig
-    work: torch.Tensor
-    merge: torch.Tensor
-    num_parts: int
 
 
 class TritonOps:
@@ -132,6 +111,7 @@ class TritonOps:
         _require_rows(query)
         pool_strides = _pool_strides(kv)
         group = query.shape[1] // kv.num_kv_heads
+        facts = self._device_facts(query.device)
         shape: dict[str, Any] = {
             "group": group,
             "kv_heads": kv.num_kv_heads,
@@ -141,7 +121,7 @@ class TritonOps:
         }
         works = meta.plan(
             f"triton {shape}",
-            lambda host: self.plan_works(host.query_start, host.seq_lens, query.device, **shape),
+            lambda host: device_works(facts, host.query_start, host.seq_lens, query.device, **shape),
         )
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         output[meta.num_tokens :].zero_()
@@ -311,51 +291,7 @@ class TritonOps:
         return logprobs(self._launch, _rows(logits), token_ids, top)
 
     def sample(self, logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
-        rows, vocab = logits.shape
-        device = logits.device
-        chunks = -(-vocab // (_SAMPLE_GROUPS * 4))
-        greedy = not batch.temperature.any()
-        thresholds = parameters = noisy_best = noisy_id = None
-        if not greedy:
-            thresholds = logit_thresholds(self._launch, _rows(logits), batch)
-            parameters = torch.from_numpy(sample_parameters(batch)).to(device, non_blocking=True)
-            noisy_best = torch.empty((rows, chunks), dtype=torch.float64, device=device)
-            noisy_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
-        raw_best = torch.empty((rows, chunks), dtype=torch.float32, device=device)
-        raw_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
-        output = torch.empty(rows, dtype=torch.int64, device=device)
-        self._launch(
-            sample_chunk_kernel,
-            (chunks, rows),
-            raw_best,
-            raw_id,
-            noisy_best,
-            noisy_id,
-            _rows(logits),
-            thresholds,
-            parameters,
-            vocab,
-            chunks,
-            logits.stride(0),
-            GROUPS=_SAMPLE_GROUPS,
-            GREEDY=greedy,
-            num_warps=4,
-        )
-        self._launch(
-            sample_row_kernel,
-            (rows,),
-            output,
-            raw_best,
-            raw_id,
-            noisy_best,
-            noisy_id,
-            parameters,
-            chunks,
-            CHUNKS_PAD=next_power_of_two(chunks),
-            GREEDY=greedy,
-            num_warps=1,
-        )
-        return output
+        return sample(self._launch, _rows(logits), batch)
 
     def _norm(
         self,
@@ -387,53 +323,6 @@ class TritonOps:
             num_warps=min(max(block // 512, 1), 16),
         )
 
-    def plan_works(
-        self,
-        query_start: npt.NDArray[np.integer[Any]],
-        seq_lens: npt.NDArray[np.integer[Any]],
-        device: torch.device,
-        *,
-        group: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        window: int,
-    ) -> list[DeviceWork]:
-        """The launches of a step's attention: one for decode tiles and one for prefill tiles, where there are any."""
-        facts = self._device_facts(device)
-        shape: dict[str, int] = {"head_dim": head_dim, "itemsize": dtype.itemsize, "group": group}
-        decode = decode_config(facts.capability, **shape)
-        prefill = prefill_config(facts.capability, **shape)
-        plan = plan_attention(
-            query_start,
-            seq_lens,
-            group=group,
-            kv_heads=kv_heads,
-            decode=decode.shape,
-            prefill=prefill.shape,
-            window=window,
-            target_programs=facts.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR,
-        )
-        lists = [(config, work) for config, work in ((decode, plan.decode), (prefill, plan.prefill)) if work.work.size]
-        # One transfer for all lists: a step's records are small, and each transfer costs a launch.
-        arrays = [array.ravel() for _, work in lists for array in (work.work, work.merge)]
-        flat = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
-        words = torch.from_numpy(flat).to(device, non_blocking=True)
-        works = []
-        at = 0
-        for config, work in lists:
-            middle, end = at + work.work.size, at + work.work.size + work.merge.size
-            works.append(
-                DeviceWork(
-                    config,
-                    words[at:middle].view(work.work.shape),
-                    words[middle:end].view(work.merge.shape),
-                    work.num_parts,
-                )
-            )
-            at = end
-        return works
-
     def _device_facts(self, device: torch.device) -> DeviceFacts:
         facts = self._facts.get(device)
         if facts is None:
@@ -455,23 +344,6 @@ class TritonOps:
         with torch.cuda.device(args[0].device):
             # Fusing a multiply and an add is the default that Triton is about to change; it must not move silently.
             kernel[grid](*args, **options, enable_fp_fusion=True)
-
-
-INTERPRETED_DEVICE = DeviceFacts(capability=90, multiprocessors=8)
-"""The device that the interpreter plays: few multiprocessors, so that short contexts are split too."""
-
-
-def sample_parameters(batch: SampleBatch) -> npt.NDArray[np.int32]:
-    """int32 [R, 8]: the rows' seeds, positions, choices and temperatures as the sampling kernels read them."""
-    words = np.zeros((len(batch), PARAMETER_WORDS), dtype=np.uint32)
-    position = batch.position.astype(np.int64).view(np.uint64)
-    words[:, 0] = batch.seed & np.uint64(0xFFFFFFFF)
-    words[:, 1] = batch.seed >> np.uint64(32)
-    words[:, 2] = position & np.uint64(0xFFFFFFFF)
-    words[:, 3] = position >> np.uint64(32)
-    words[:, 4] = batch.index.astype(np.int64).astype(np.uint64) & np.uint64(0xFFFFFFFF)
-    words[:, 5] = batch.temperature.astype(np.float32).view(np.uint32)
-    return words.view(np.int32)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,22 @@ from the reference's only where two candidates agree to the last bits of a doubl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
 import triton
 import triton.language as tl
 
+from pagemill.kernels.ops import SampleBatch
+from pagemill.kernels.triton.configs import next_power_of_two
+from pagemill.kernels.triton.filters import logit_thresholds
+
 PARAMETER_WORDS = 8
 """int32 words per row: seed low and high, position low and high, choice, float32 temperature bits, two unused."""
+
+_GROUPS = 512  # of four tokens
 
 
 @triton.jit
@@ -131,3 +142,65 @@ def sample_row_kernel(
             token = tl.min(tl.where(noisy == top, tl.load(noisy_id + at, mask=mask, other=2147483647), 2147483647), 0)
     token = tl.where((spoilt > 0) | (best == float("-inf")), -1, token)
     tl.store(output + row, token.to(tl.int64))
+
+
+def sample(launch: Callable[..., None], logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+    """See `Ops.sample`; rows have unit stride. `launch` takes a kernel, its grid and its arguments."""
+    rows, vocab = logits.shape
+    device = logits.device
+    chunks = -(-vocab // (_GROUPS * 4))
+    greedy = not batch.temperature.any()
+    thresholds = parameters = noisy_best = noisy_id = None
+    if not greedy:
+        thresholds = logit_thresholds(launch, logits, batch)
+        parameters = torch.from_numpy(sample_parameters(batch)).to(device, non_blocking=True)
+        noisy_best = torch.empty((rows, chunks), dtype=torch.float64, device=device)
+        noisy_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
+    raw_best = torch.empty((rows, chunks), dtype=torch.float32, device=device)
+    raw_id = torch.empty((rows, chunks), dtype=torch.int32, device=device)
+    output = torch.empty(rows, dtype=torch.int64, device=device)
+    launch(
+        sample_chunk_kernel,
+        (chunks, rows),
+        raw_best,
+        raw_id,
+        noisy_best,
+        noisy_id,
+        logits,
+        thresholds,
+        parameters,
+        vocab,
+        chunks,
+        logits.stride(0),
+        GROUPS=_GROUPS,
+        GREEDY=greedy,
+        num_warps=4,
+    )
+    launch(
+        sample_row_kernel,
+        (rows,),
+        output,
+        raw_best,
+        raw_id,
+        noisy_best,
+        noisy_id,
+        parameters,
+        chunks,
+        CHUNKS_PAD=next_power_of_two(chunks),
+        GREEDY=greedy,
+        num_warps=1,
+    )
+    return output
+
+
+def sample_parameters(batch: SampleBatch) -> npt.NDArray[np.int32]:
+    """int32 [R, 8]: the rows' seeds, positions, choices and temperatures as the sampling kernels read them."""
+    words = np.zeros((len(batch), PARAMETER_WORDS), dtype=np.uint32)
+    position = batch.position.astype(np.int64).view(np.uint64)
+    words[:, 0] = batch.seed & np.uint64(0xFFFFFFFF)
+    words[:, 1] = batch.seed >> np.uint64(32)
+    words[:, 2] = position & np.uint64(0xFFFFFFFF)
+    words[:, 3] = position >> np.uint64(32)
+    words[:, 4] = batch.index.astype(np.int64).astype(np.uint64) & np.uint64(0xFFFFFFFF)
+    words[:, 5] = batch.temperature.astype(np.float32).view(np.uint32)
+    return words.view(np.int32)

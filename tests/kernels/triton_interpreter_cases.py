@@ -15,17 +15,11 @@ from pagemill.engine.model_runner import ModelRunner
 from pagemill.kernels.layout import KVLayout
 from pagemill.kernels.ops import Ops, SampleBatch, select_ops
 from pagemill.kernels.rng import token_bits
-from pagemill.kernels.triton.checks import (
-    ATTENTION_CASES,
-    WILD_BLOCK_ID,
-    AttentionCase,
-    Check,
-    all_checks,
-    make_attention_step,
-    poisoned_scratch,
-)
-from pagemill.kernels.triton.ops import TritonOps, sample_parameters
-from pagemill.kernels.triton.sampling import philox_bits_kernel
+from pagemill.kernels.triton.attention_cases import ATTENTION_CASES, WILD_BLOCK_ID, AttentionCase, make_attention_step
+from pagemill.kernels.triton.checks import Check, all_checks, poisoned_scratch
+from pagemill.kernels.triton.configs import INTERPRETED_DEVICE
+from pagemill.kernels.triton.device_work import device_works
+from pagemill.kernels.triton.sampling import philox_bits_kernel, sample_parameters
 from tests.engine.tiny_models import CONFIGS, Driver, generated_by_transformers, save_model
 
 pytestmark = [
@@ -46,11 +40,11 @@ def test_agrees_with_the_reference(ops: Ops, check: Check) -> None:
     assert outcome.passed, f"error {outcome.error:.2e}, allowed {outcome.tolerance:.0e}"
 
 
-def test_the_cases_named_after_splitting_are_split(ops: Ops) -> None:
+def test_the_cases_named_after_splitting_are_split() -> None:
     """... on the device that the interpreter plays, else they would check nothing."""
-    assert isinstance(ops, TritonOps)
     for case in ATTENTION_CASES:
-        works = ops.plan_works(
+        works = device_works(
+            INTERPRETED_DEVICE,
             np.cumsum([0, *case.query_lens]),
             np.array(case.seq_lens),
             torch.device("cpu"),
