@@ -10,7 +10,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,6 +80,14 @@ class Checkpoint:
             self._copy(name, part)
         return fused
 
+    def parts(self, names: Sequence[str], sizes: Sequence[int], tail: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Tensors of shape (size, *tail), each as it is stored, on the host and not to be written to."""
+        for name, size in zip(names, sizes, strict=True):
+            self._check_shape(name, (size, *tail))
+            tensor = self._read(name)
+            self._used(name)
+            yield tensor
+
     def stack_quantised(self, names: Sequence[str], sizes: Sequence[int], columns: int) -> QuantisedWeight | None:
         """Matrices (size, columns) one under another, quantised as they are stored; None where one of them is not."""
         parts = []
@@ -102,12 +110,15 @@ class Checkpoint:
             raise ConfigError(f"weight {name} has shape {reader.shape(stored)}; config.json says {expected}")
 
     def _copy(self, name: str, destination: torch.Tensor) -> None:
+        destination.copy_(self._read(name))
+        self._used(name)
+
+    def _read(self, name: str) -> torch.Tensor:
         reader, stored = self._tensors[name]
-        tensor = reader.read(stored)
+        tensor: torch.Tensor = reader.read(stored)
         if tensor.dtype not in _FLOATING:
             raise ConfigError(f"weight {name} is {tensor.dtype}: quantised checkpoints are not supported")
-        destination.copy_(tensor)
-        self._used(name)
+        return tensor
 
     def _used(self, name: str) -> None:
         self._unused.discard(name)

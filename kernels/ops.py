@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -242,6 +242,16 @@ class Ops(Protocol):
 
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
         """`prepare_linear` for a weight [2 I, K] = (gate above up), for `gated_linear`."""
+        ...
+
+    def prepare_stored(
+        self, parts: Iterable[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> PreparedLinear | None:
+        """`prepare_linear` or, if gated, `prepare_gated_linear` for weights [N_i, K] one under another, as they are
+        stored: on the host, of any type of floating-point numbers; rounded to `dtype`.
+
+        None, and nothing is read, where the back end wants them as one tensor of `dtype` on its device.
+        """
         ...
 
     def prepare_quantised(

@@ -5,6 +5,7 @@ The other back ends are tested against this one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -111,6 +112,11 @@ class ReferenceOps:
 
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)
+
+    def prepare_stored(
+        self, parts: Iterable[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> None:
+        return None
 
     def prepare_quantised(
         self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False

@@ -67,8 +67,11 @@ class Loading:
         return self._counted(self.checkpoint.take(name, (rows, columns), dtype=self.dtype, device=self.device))
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.loaded[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+        self._count(tensor.dtype, tensor.numel())
         return tensor
+
+    def _count(self, dtype: torch.dtype, elements: int) -> None:
+        self.loaded[str(dtype).removeprefix("torch.")] += elements * dtype.itemsize
 
     def _prepared(
         self, weight: QuantisedWeight, bias: torch.Tensor | None = None, *, gated: bool = False
@@ -91,8 +94,27 @@ class Loading:
         quantised = self._quantised([f"{name}.weight" for name in names], sizes, columns)
         if quantised is not None:
             return self._prepared(quantised, added, gated=gated)
-        weight = self._stack(names, "weight", sizes, (columns,))
-        return (self.ops.prepare_gated_linear if gated else self.ops.prepare_linear)(weight, added)
+        return self._packed([f"{name}.weight" for name in names], sizes, columns, added, gated=gated)
+
+    def _packed(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        columns: int,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+    ) -> PreparedLinear:
+        """Matrices one under another that are not quantised, by way of a tensor of them all where the back end wants
+        that."""
+        stored = self.checkpoint.parts(names, sizes, (columns,))
+        prepared = self.ops.prepare_stored(stored, bias, self.dtype, gated=gated)
+        if prepared is not None:
+            self._count(self.dtype, sum(sizes) * columns)
+            return prepared
+        weight = self.checkpoint.stack(names, sizes, (columns,), dtype=self.dtype, device=self.device)
+        self._count(weight.dtype, weight.numel())
+        return (self.ops.prepare_gated_linear if gated else self.ops.prepare_linear)(weight, bias)
 
     def transposed_linear(self, name: str, columns: int, rows: int) -> Any:
         """A projection from `columns` to `rows` features with a bias, whose weight is stored as [columns, rows]."""
@@ -156,4 +178,4 @@ class Loading:
         quantised = self._quantised((name,), (vocab_size,), width, None if self._bits is None else 8)
         if quantised is not None:
             return self._prepared(quantised)
-        return self.ops.prepare_linear(self.matrix(name, vocab_size, width), None)
+        return self._packed((name,), (vocab_size,), width)

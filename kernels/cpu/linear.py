@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,36 +114,49 @@ def gather(linear: CpuLinear, token_ids: torch.Tensor, board: int) -> torch.Tens
 
 
 def prepare_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, arena: Arena, team: Team, *, gated: bool = False
+    parts: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    arena: Arena,
+    team: Team,
+    *,
+    gated: bool = False,
 ) -> CpuLinear:
-    """Pack a copy of a weight [N, K], so that the original may go. bfloat16 of odd K is kept as float32.
+    """Pack copies of weights [N_i, K] one under another, rounded to `dtype`, so that the originals may go. bfloat16 of
+    odd K is kept as float32.
 
-    gated: its halves are gate and up, each of which begins on a panel.
+    gated: two, gate and up, each of which begins on a panel.
     """
-    features, width = weight.shape
-    dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 and width % 2 == 0 else torch.float32
-    sections = 2 if gated else 1
-    depth = width // 2 if dtype == torch.bfloat16 else width
-    weight = weight.detach().to(dtype)
-    section = features // sections
+    width = parts[0].shape[1]
+    kept = torch.bfloat16 if dtype == torch.bfloat16 and width % 2 == 0 else torch.float32
+    sections = [[part] for part in parts] if gated else [parts]
+    section = sum(len(part) for part in sections[0])
+    depth = width // 2 if kept == torch.bfloat16 else width
     panels = -(-section // PANEL)
-    words = arena.empty((sections * panels, depth, PANEL), np.uint32)
-    added = np.zeros((sections * panels if bias is not None else 1, PANEL), np.float32)
-    for index in range(sections):
-        rows = slice(index * section, (index + 1) * section)
-        pack(weight[rows], words[index * panels : (index + 1) * panels], team)
+    words = arena.empty((len(sections) * panels, depth, PANEL), np.uint32)
+    added = np.zeros((len(sections) * panels if bias is not None else 1, PANEL), np.float32)
+    for index, inside in enumerate(sections):
+        stored = [_rounded(part, dtype, kept) for part in inside]
+        pack(stored, words[index * panels : (index + 1) * panels], kept, team)
         if bias is not None:
             flat = added[index * panels : (index + 1) * panels].reshape(-1)
-            flat[:section] = bias.detach()[rows].float().numpy()
+            flat[:section] = bias.detach()[index * section : (index + 1) * section].float().numpy()
     record = np.array(
         [
             words.ctypes.data,
             depth,
             section,
-            sections,
+            len(sections),
             added.ctypes.data,
             0 if bias is None else added[0].nbytes,
         ],
         np.int64,
     )
-    return CpuLinear(words, added, record, width, features, dtype, gated)
+    return CpuLinear(words, added, record, width, section * len(sections), kept, gated)
+
+
+def _rounded(weight: torch.Tensor, dtype: torch.dtype, kept: torch.dtype) -> torch.Tensor:
+    """A weight of any type as `pack` takes it, rounded to `dtype` where that is not done on the way."""
+    if weight.dtype in (dtype, torch.float32) and kept == dtype:
+        return weight
+    return weight.to(dtype).to(kept)

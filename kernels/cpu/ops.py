@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -272,10 +272,15 @@ class CpuOps:
         return out
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
-        return prepare_linear(weight, bias, self._arena, self._team)
+        return self.prepare_stored((weight,), bias, weight.dtype)
 
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuLinear:
-        return prepare_linear(weight, bias, self._arena, self._team, gated=True)
+        return self.prepare_stored(weight.chunk(2), bias, weight.dtype, gated=True)
+
+    def prepare_stored(
+        self, parts: Iterable[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> CpuLinear:
+        return prepare_linear(tuple(parts), bias, dtype, self._arena, self._team, gated=gated)
 
     def prepare_quantised(
         self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False

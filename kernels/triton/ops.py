@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -245,6 +246,11 @@ class TritonOps:
 
     def prepare_gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseLinear:
         return DenseLinear(weight, bias)
+
+    def prepare_stored(
+        self, parts: Iterable[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    ) -> None:
+        return None
 
     def prepare_quantised(
         self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False

@@ -181,6 +181,27 @@ def test_a_row_of_a_product_has_the_same_bits_whatever_is_beside_it(cpu: CpuOps,
         assert torch.equal(cpu.linear(x[begin:end], prepared), together[begin:end])
 
 
+@pytest.mark.parametrize("stored", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float16, torch.float32)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("features", "width"), [(70, 64), (48, 35), (3, 94), (130, 2)])
+def test_weights_are_packed_and_rounded_from_where_they_are_stored(
+    cpu: CpuOps, stored: tuple[torch.dtype, ...], dtype: torch.dtype, gated: bool, features: int, width: int
+) -> None:
+    parts = [torch.randn(features, width).to(each) for each in stored]
+    parts[0][0, 0] = float("inf")
+    together = torch.cat([part.to(dtype) for part in parts])
+    prepared = cpu.prepare_stored(iter(parts), None, dtype, gated=gated)
+    expected = (cpu.prepare_gated_linear if gated else cpu.prepare_linear)(together)
+    assert (prepared.in_features, prepared.out_features, prepared.gated) == (width, 2 * features, gated)
+    assert prepared.panels.tobytes() == expected.panels.tobytes()
+    parts[0][0, 0] = float("nan")
+    x = torch.randn(2, width).to(dtype)
+    out = cpu.linear(x, cpu.prepare_stored(iter(parts), None, dtype, gated=gated))
+    assert out[:, 0].isnan().all()
+    assert distance(out[:, 1:], x.double() @ together[1:].double().t()) < TOLERANCE[dtype]
+
+
 def test_a_product_of_the_wrong_width_is_refused(cpu: CpuOps) -> None:
     with pytest.raises(ValueError, match="input features"):
         cpu.linear(torch.ones(2, 6), cpu.prepare_linear(torch.ones(4, 8)))
