@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from pagemill.engine.tool_pieces import SPACE, Piece, first_of, overlap
+from pagemill.engine.state_reader import StateReader
+from pagemill.engine.tool_pieces import SPACE, Piece, Pieces, first_of, overlap
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
@@ -23,16 +24,14 @@ _TO = re.compile(r"to=functions\.([\w.:/-]{1,128})")
 _ON = re.compile(rf"{re.escape(_CHANNEL)}\s*(\w+)")
 
 
-class HarmonyReader:
+class HarmonyReader(StateReader):
     """Reads one choice's text piece by piece. `names`: the tools that may be called. Without `parallel` only the first
     call is told."""
 
     def __init__(self, names: Collection[str] = (), *, parallel: bool = True) -> None:
+        super().__init__(self._begin, Pieces())
         self._names = frozenset(names)
         self._parallel = parallel
-        self._buffer = ""
-        self._state = self._begin
-        self._pieces: list[Piece] = []
         self._kind = ""  # of the message that is read: reasoning, text or call
         self._told: set[str] = set()  # the kinds that something was told of
         self._is_fresh = False  # of the message nothing was told yet
@@ -52,29 +51,13 @@ class HarmonyReader:
         """Whether an answer, or a call, has begun."""
         return self._calls > 0 or "text" in self._told or (self._state == self._read and self._kind != "reasoning")
 
-    def feed(self, text: str) -> list[Piece]:
-        """The next part of the text; what is certain now."""
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        return self._take()
-
-    def finish(self) -> list[Piece]:
-        """The text has ended: what was held back is what it seems to be."""
-        rest, self._buffer = self._buffer, ""
+    def _end(self, rest: str) -> None:
         if self._state == self._begin:
             self._kind, self._is_fresh = "text", False
             self._tell(rest)
         elif self._state == self._read:
             self._tell(rest.rstrip(SPACE) if self._kind != "text" else rest)
             self._close()
-        return self._take()
-
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-    # Each state takes something off the buffer, which is not empty; False where it needs more.
 
     def _begin(self) -> bool:
         bare = self._buffer.lstrip(SPACE)
@@ -127,7 +110,7 @@ class HarmonyReader:
         if self._kind == "call":
             self._add(Piece(text, self._calls - 1))
         else:
-            self._pieces.append(Piece(text, is_reasoning=self._kind == "reasoning"))
+            self._pieces.add(Piece(text, is_reasoning=self._kind == "reasoning"))
 
     def _close(self) -> None:
         """The message has ended; a call without arguments has none."""
@@ -137,4 +120,4 @@ class HarmonyReader:
 
     def _add(self, piece: Piece) -> None:
         if self._parallel or self._calls == 1:
-            self._pieces.append(piece)
+            self._pieces.add(piece)

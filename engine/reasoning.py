@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pagemill.engine.harmony import MARKERS, HarmonyReader
-from pagemill.engine.tool_pieces import SPACE, Piece, first_of, overlap
+from pagemill.engine.state_reader import StateReader
+from pagemill.engine.tool_pieces import SPACE, Piece, Pieces, first_of, overlap
 
 ReasoningParserName = Literal["deepseek_r1", "qwen3", "granite", "mistral", "openai_gptoss"]
 ReasoningParserSetting = Literal["auto", "none", ReasoningParserName]
@@ -92,15 +93,13 @@ def reasoning_reader(parser: ReasoningParserName) -> ReasoningReader | HarmonyRe
     return HarmonyReader() if parser == "openai_gptoss" else ReasoningReader(parser)
 
 
-class ReasoningReader:
+class ReasoningReader(StateReader):
     """Reads one choice's text piece by piece."""
 
     def __init__(self, parser: ReasoningParserName) -> None:
+        super().__init__(self._begin, Pieces())
         self._form = FORMS[parser]
-        self._buffer = ""
-        self._state = self._begin
         self._closers: tuple[str, ...] = ()
-        self._pieces: list[Piece] = []
         self._has_text = False  # of the reasoning, or of the answer behind it
 
     @property
@@ -113,16 +112,7 @@ class ReasoningReader:
         """Whether all that comes is answer."""
         return self._state not in (self._begin, self._reason)
 
-    def feed(self, text: str) -> list[Piece]:
-        """The next part of the text; what is certain now."""
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        return self._take()
-
-    def finish(self) -> list[Piece]:
-        """The text has ended: what was held back is what it seems to be."""
-        rest, self._buffer = self._buffer, ""
+    def _end(self, rest: str) -> None:
         if self._state == self._begin and self._form.begins_inside:
             self._tell(rest.strip(SPACE), is_reasoning=True)
         elif self._state == self._reason:
@@ -131,17 +121,10 @@ class ReasoningReader:
             self._tell(rest)
         elif rest.strip(SPACE):
             self._tell(rest.lstrip(SPACE))
-        return self._take()
-
-    def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     def _tell(self, text: str, *, is_reasoning: bool = False) -> None:
         if text:
-            self._pieces.append(Piece(text, is_reasoning=is_reasoning))
-
-    # Each state takes something off the buffer, which is not empty; False where it needs more.
+            self._pieces.add(Piece(text, is_reasoning=is_reasoning))
 
     def _begin(self) -> bool:
         bare = self._buffer.lstrip(SPACE)

@@ -13,7 +13,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from pagemill.engine.tool_pieces import SPACE, Piece, Telling, ToolCall, first_of, overlap
+from pagemill.engine.state_reader import StateReader
+from pagemill.engine.tool_pieces import SPACE, Telling, ToolCall, first_of, overlap
 
 _LONGEST_HEAD = 512  # characters before the arguments
 _STRING = r'"((?:[^"\\]|\\.)*)"'
@@ -82,31 +83,22 @@ JSON_FORMS: dict[str, JsonForm] = {
 }
 
 
-class JsonReader:
+class JsonReader(StateReader):
     """Reads one choice's text piece by piece. `names`: the tools that may be called."""
 
     def __init__(self, form: JsonForm, names: Collection[str], telling: Telling) -> None:
+        super().__init__(self._read_call if form.forced else self._read_text, telling)
         self._form = form
         self._names = frozenset(names)
         self._telling = telling
-        self._state = self._read_call if form.forced else self._read_text
         self._may_be_bare = form.bare
         self._is_fresh = form.forced  # behind a marker there was no call yet
-        self._buffer = ""
         self._lead = ""  # what was taken off the buffer for a call that is not certain yet
         self._scan = _Scan()
         self._enclosed = True  # the arguments stand in an object, whose end is still to come
 
-    def feed(self, text: str) -> list[Piece]:
-        """The next part of the text; what is certain now."""
-        self._buffer += text
-        while self._buffer and self._state():
-            pass
-        return self._telling.take()
-
-    def finish(self) -> list[Piece]:
-        """The text has ended: what was held back is text after all. A forced call that has not begun is left out."""
-        rest, self._buffer = self._buffer, ""
+    def _end(self, rest: str) -> None:
+        """What was held back is text after all. A forced call that has not begun is left out."""
         if self._state == self._read_text:
             self._telling.text(rest)
         elif self._state == self._read_call and not self._form.forced:
@@ -114,9 +106,6 @@ class JsonReader:
             if self._is_fresh or not any(marker.startswith(left) for marker in self._form.markers):
                 self._telling.text(self._lead + rest)
         self._telling.end()
-        return self._telling.take()
-
-    # Each state takes something off the buffer, which is not empty; False where it needs more.
 
     def _read_text(self) -> bool:
         if self._may_be_bare:

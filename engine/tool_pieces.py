@@ -41,7 +41,22 @@ def gathered(pieces: Iterable[Piece]) -> tuple[str, list[ToolCall]]:
     return "".join(texts), calls
 
 
-class Telling:
+class Pieces:
+    """What was told of an answer and not taken yet."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+
+    def add(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+
+    def take(self) -> list[Piece]:
+        """What has been told since the last time."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+class Telling(Pieces):
     """What is told of an answer, in order.
 
     White space beside a call is left out. `hidden`: markers that are special tokens, which are not shown where they
@@ -49,11 +64,11 @@ class Telling:
     """
 
     def __init__(self, hidden: Collection[str], *, parallel: bool) -> None:
+        super().__init__()
         self._hidden = tuple(hidden)
         self._parallel = parallel
         self._space = ""  # white space that is text if text follows, and nothing if a call does
         self._has_text = False
-        self._pieces: list[Piece] = []
         self.count = 0  # calls so far, those that are not told among them
 
     def text(self, text: str) -> None:
@@ -66,7 +81,7 @@ class Telling:
         self._space = text[len(shown) :]
         if shown:
             self._has_text = True
-            self._pieces.append(Piece(shown))
+            self.add(Piece(shown))
 
     def call(self, name: str) -> None:
         self._space = self._space if self._has_text else ""
@@ -81,17 +96,12 @@ class Telling:
     def end(self) -> None:
         """No more comes: white space at the end of an answer without calls is text."""
         if self._space and not self.count:
-            self._pieces.append(Piece(self._space))
+            self.add(Piece(self._space))
             self._space = ""
-
-    def take(self) -> list[Piece]:
-        """What has been told since the last time."""
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     def _add(self, piece: Piece) -> None:
         if self._parallel or self.count == 1:
-            self._pieces.append(piece)
+            self.add(piece)
 
 
 def first_of(markers: Collection[str], text: str) -> tuple[int, str] | None:

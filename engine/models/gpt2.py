@@ -7,9 +7,7 @@ layer norms are float32 also for 16-bit weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -17,6 +15,7 @@ from torch.nn import functional
 from pagemill.engine.loader import ModelFolder
 from pagemill.engine.models.base import Loading
 from pagemill.engine.models.layer_norm import LayerNorm
+from pagemill.engine.models.layer_norm_blocks import LayerNormBlock, LayerNormBlocks
 from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
@@ -29,17 +28,6 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
     "relu": functional.relu,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: LayerNorm
-    qkv: Any
-    output: Any
-    feed_forward_norm: LayerNorm
-    up: Any
-    down: Any
-    scale: float
 
 
 class GPT2Model:
@@ -65,7 +53,6 @@ class GPT2Model:
             max_model_len=config.max_model_len(max_model_len, self._positions),
             eos_token_ids=eos_within(folder, config.size("vocab_size", 50257)),
         )
-        self._activation = _ACTIVATIONS[config.one_of("activation_function", tuple(_ACTIVATIONS), "gelu_new")]
         self._dtype = loading.dtype
         self._ops = loading.ops
         self._load(config, loading)
@@ -80,8 +67,8 @@ class GPT2Model:
             "wte.weight", spec.vocab_size, hidden, tied=config.flag("tie_word_embeddings", True)
         )
         self._position_embedding = loading.matrix("wpe.weight", self._positions, hidden)
-        self._layers = [
-            _Layer(
+        layers = [
+            LayerNormBlock(
                 attention_norm=LayerNorm(loading, f"h.{index}.ln_1", hidden, eps=eps),
                 qkv=loading.transposed_linear(f"h.{index}.attn.c_attn", hidden, 3 * hidden),
                 output=loading.transposed_linear(f"h.{index}.attn.c_proj", hidden, hidden),
@@ -92,6 +79,8 @@ class GPT2Model:
             )
             for index in range(spec.num_layers)
         ]
+        activation = _ACTIVATIONS[config.one_of("activation_function", tuple(_ACTIVATIONS), "gelu_new")]
+        self._blocks = LayerNormBlocks(layers, spec.num_heads, activation, loading.dtype, loading.ops)
         self._final_norm = LayerNorm(loading, "ln_f", hidden, eps=eps)
         loading.checkpoint.ignore(_MASKS)
         loading.checkpoint.finish()
@@ -99,24 +88,9 @@ class GPT2Model:
     def forward(
         self, token_ids: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
     ) -> torch.Tensor:
-        spec, ops = self.spec, self._ops
         residual = self._embedding(token_ids).float()
         residual = residual + self._position_embedding.index_select(0, meta.positions)
-        for index, layer in enumerate(self._layers):
-            x = layer.attention_norm(residual).to(self._dtype)
-            q, k, v = ops.linear(x, layer.qkv).view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
-            ops.write_kv(k, v, kv[index], meta.slot_mapping)
-            last = index == spec.num_layers - 1
-            if last and not len(rows):
-                return x[:0]
-            x = ops.paged_attention(q, kv[index], meta, scale=layer.scale).flatten(1)
-            if last:
-                # Nothing attends to what the last layer makes of the other tokens.
-                x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-            residual = residual + ops.linear(x, layer.output)
-            x = layer.feed_forward_norm(residual).to(self._dtype)
-            residual = residual + ops.linear(self._activation(ops.linear(x, layer.up)), layer.down)
-        return self._final_norm(residual).to(self._dtype)
+        return self._final_norm(self._blocks.forward(residual, meta, kv, rows)).to(self._dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._ops.logits(hidden, self._head)

@@ -6,8 +6,6 @@ The residual stream and the layer norms are float32 also for 16-bit weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -15,22 +13,13 @@ from torch.nn import functional
 from pagemill.engine.loader import ModelFolder
 from pagemill.engine.models.base import Loading
 from pagemill.engine.models.layer_norm import LayerNorm
+from pagemill.engine.models.layer_norm_blocks import LayerNormBlock, LayerNormBlocks
 from pagemill.engine.models.spec import ConfigReader, ModelSpec, eos_within
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 
 _IGNORED = r"decoder\.version"  # left in by fairseq, from which the first checkpoints were converted
 _POSITION_OFFSET = 2  # the first rows of the position table belong to padding
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: LayerNorm
-    qkv: Any
-    output: Any
-    feed_forward_norm: LayerNorm
-    up: Any
-    down: Any
 
 
 class OPTModel:
@@ -53,10 +42,6 @@ class OPTModel:
             max_model_len=config.max_model_len(max_model_len, self._positions),
             eos_token_ids=eos_within(folder, config.size("vocab_size")),
         )
-        self._scale = self.spec.head_dim**-0.5
-        self._norm_first = config.flag("do_layer_norm_before", True)
-        gelu = config.one_of("activation_function", ("relu", "gelu"), "relu") == "gelu"
-        self._activation = functional.gelu if gelu else functional.relu
         self._dtype = loading.dtype
         self._ops = loading.ops
         self._load(config, loading)
@@ -66,6 +51,7 @@ class OPTModel:
         hidden, inner = spec.hidden_size, config.size("ffn_dim")
         width = config.size("word_embed_proj_dim", hidden)
         bias, affine = config.flag("enable_bias", True), config.flag("layer_norm_elementwise_affine", True)
+        norm_first = config.flag("do_layer_norm_before", True)
         self._embedding, self._head = loading.embedding_and_head(
             "decoder.embed_tokens.weight", spec.vocab_size, width, tied=config.flag("tie_word_embeddings", True)
         )
@@ -75,22 +61,32 @@ class OPTModel:
         if width != hidden:
             self._project_in = loading.linear(("decoder.project_in",), (hidden,), width, bias=False)
             self._project_out = loading.linear(("decoder.project_out",), (width,), hidden, bias=False)
-        self._layers = []
+        layers = []
         for index in range(spec.num_layers):
             at, attn = f"decoder.layers.{index}", f"decoder.layers.{index}.self_attn"
             projections = (f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj")
-            self._layers.append(
-                _Layer(
+            layers.append(
+                LayerNormBlock(
                     LayerNorm(loading, f"{at}.self_attn_layer_norm", hidden, affine=affine),
                     loading.linear(projections, (hidden, hidden, hidden), hidden, bias=bias),
                     loading.linear((f"{attn}.out_proj",), (hidden,), hidden, bias=bias),
                     LayerNorm(loading, f"{at}.final_layer_norm", hidden, affine=affine),
                     loading.linear((f"{at}.fc1",), (inner,), hidden, bias=bias),
                     loading.linear((f"{at}.fc2",), (hidden,), inner, bias=bias),
+                    scale=spec.head_dim**-0.5,
                 )
             )
+        gelu = config.one_of("activation_function", ("relu", "gelu"), "relu") == "gelu"
+        self._blocks = LayerNormBlocks(
+            layers,
+            spec.num_heads,
+            functional.gelu if gelu else functional.relu,
+            loading.dtype,
+            loading.ops,
+            norm_first=norm_first,
+        )
         self._final_norm = None
-        if self._norm_first and not config.flag("_remove_final_layer_norm", False):
+        if norm_first and not config.flag("_remove_final_layer_norm", False):
             self._final_norm = LayerNorm(loading, "decoder.final_layer_norm", hidden, affine=affine)
         loading.checkpoint.ignore(_IGNORED)
         loading.checkpoint.finish()
@@ -98,34 +94,14 @@ class OPTModel:
     def forward(
         self, token_ids: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
     ) -> torch.Tensor:
-        spec, ops = self.spec, self._ops
+        ops = self._ops
         x = self._embedding(token_ids)
         if self._project_in is not None:
             x = ops.linear(x, self._project_in)
         residual = x.float() + self._position_embedding.index_select(0, meta.positions)
-        for index, layer in enumerate(self._layers):
-            x = (layer.attention_norm(residual) if self._norm_first else residual).to(self._dtype)
-            q, k, v = ops.linear(x, layer.qkv).view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
-            ops.write_kv(k, v, kv[index], meta.slot_mapping)
-            last = index == spec.num_layers - 1
-            if last and not len(rows):
-                return x[:0]
-            x = ops.paged_attention(q, kv[index], meta, scale=self._scale).flatten(1)
-            if last:
-                # Nothing attends to what the last layer makes of the other tokens.
-                x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-            residual = residual + ops.linear(x, layer.output)
-            if not self._norm_first:
-                residual = layer.attention_norm(residual)
-            x = (layer.feed_forward_norm(residual) if self._norm_first else residual).to(self._dtype)
-            residual = residual + ops.linear(self._activation(ops.linear(x, layer.up)), layer.down)
-            if not self._norm_first:
-                residual = layer.feed_forward_norm(residual)
-        return self._finish(residual)
-
-    def _finish(self, residual: torch.Tensor) -> torch.Tensor:
+        residual = self._blocks.forward(residual, meta, kv, rows)
         hidden = (residual if self._final_norm is None else self._final_norm(residual)).to(self._dtype)
-        return hidden if self._project_out is None else self._ops.linear(hidden, self._project_out)
+        return hidden if self._project_out is None else ops.linear(hidden, self._project_out)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._ops.logits(hidden, self._head)
