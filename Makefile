@@ -42,8 +42,9 @@ NODE := $(patsubst %,%/node_modules/.package-lock.json,examples/node examples/no
 $(NODE): %/node_modules/.package-lock.json: %/package-lock.json
 	@cd $* && { npm ci --silent || echo "$* could not be installed, its test is skipped"; }
 
+# In the order of pyproject.toml: xdist itself would leave files with few tests, which are the long ones, for the end.
 test: $(STAMP) $(if $(shell command -v npm),$(NODE))  ## the test suite
-	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP)  ## formatting, lint and types
 	$(PY) -m ruff format --check .
