@@ -16,8 +16,9 @@ from pagemill.engine.config import EngineConfig
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.worker import Worker
+from tests.contract.conftest import WEIGHTS
 
-ENGINE = EngineConfig(dtype="float32", max_model_len=512, num_blocks_override=100, max_num_seqs=4, threads=1)
+ENGINE = EngineConfig(**WEIGHTS, max_model_len=512, num_blocks_override=100, max_num_seqs=4, threads=1)
 STEP_S = 0.02  # what each step waits: on a fast machine too, long jobs last longer than their time limits
 
 

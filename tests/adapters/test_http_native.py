@@ -173,7 +173,7 @@ def test_what_an_operator_sees(play: Any, engine: AsyncEngine, queue_config: Que
             assert 'pagemill_queue_events_total{event="completed",queue="default"} 1.0' in text
             assert re.search(r'pagemill_engine_free_blocks\{engine=".+",queue="default"\} \d', text)
             assert re.search(r'pagemill_engine_weight_bytes\{engine=".+",queue="default"\} \d', text)
-            assert re.search(r'pagemill_engine_model_info\{dtype=".+",.*quantization="none",queue="default"\} 1', text)
+            assert re.search(r'pagemill_engine_model_info\{dtype=".+",.*quantization="gguf",queue="default"\} 1', text)
             assert re.search(r"pagemill_http_first_token_seconds_count 0", text)
         printed = capsys.readouterr()
         (line,) = [line for line in (printed.out + printed.err).splitlines() if "my-trace-7" in line]

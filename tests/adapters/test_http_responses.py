@@ -231,7 +231,8 @@ def test_a_conversation_goes_on_from_what_is_stored(tried: Any, queue_config: Qu
             assert "turns" not in raw, "what is kept for later is not part of the response"
             await client.responses.delete(first.id)
             passing = await client.responses.create(**ASK, store=False)
-            running = await client.responses.create(**{**ASK, "max_output_tokens": 300}, background=True)
+            long: dict[str, Any] = {"max_output_tokens": 300, "extra_body": {"logit_bias": {"2": -100}}}
+            running = await client.responses.create(**{**ASK, **long}, background=True)
             for name, code in (
                 (first.id, "previous_response_not_found"),
                 (passing.id, "previous_response_not_found"),
