@@ -203,6 +203,7 @@ class CpuOps:
         return meta.plan(f"cpu {heads} {kv.num_kv_heads} {dim} {window}", make)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
         out = torch.empty_like(x)
         dtype = x.dtype
         rows, size = x.shape
@@ -221,6 +222,7 @@ class CpuOps:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = x.contiguous(), residual.contiguous()
         out, total = torch.empty_like(x), torch.empty_like(residual)
         dtype = x.dtype
         rows, size = x.shape
@@ -263,6 +265,7 @@ class CpuOps:
         )
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, size), dtype=gate_up.dtype)
         dtype = gate_up.dtype

@@ -84,6 +84,17 @@ def test_silu_and_mul(cpu: CpuOps, dtype: torch.dtype, rows: int) -> None:
     assert distance(cpu.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up)) < TOLERANCE[dtype]
 
 
+def test_rows_may_be_parts_of_longer_ones(cpu: CpuOps) -> None:
+    """As one head of a projection is."""
+    wide, residual, weight = torch.randn(5, 3 * 40), torch.randn(5, 2 * 40), torch.randn(40)
+    x, beside = wide[:, 40:80], residual[:, :40]
+    norm, total = cpu.add_rms_norm(x, beside, weight, 1e-5)
+    assert torch.equal(cpu.rms_norm(x, weight, 1e-5), cpu.rms_norm(x.contiguous(), weight, 1e-5))
+    assert torch.equal(total, x + beside)
+    assert torch.equal(norm, cpu.add_rms_norm(x.contiguous(), beside.contiguous(), weight, 1e-5)[0])
+    assert torch.equal(cpu.silu_and_mul(wide[:, :80]), cpu.silu_and_mul(wide[:, :80].contiguous()))
+
+
 def test_silu_at_the_ends_of_the_range(cpu: CpuOps) -> None:
     gate = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, float("inf"), float("nan")]])
     actual = cpu.silu_and_mul(torch.cat([gate, torch.ones_like(gate)], dim=-1))[0]
