@@ -97,7 +97,8 @@ def quantise(weight: npt.NDArray[np.float32], bits: int) -> QuantisedWeight:
     """Round finite float32 [N, K] to 8 bits symmetrically, or to 4 bits between the smallest and largest of each group.
 
     K must be a multiple of `GROUP`. An 8-bit value is off by at most 1/254 of its group's largest magnitude, a 4-bit
-    value by 1/30 of its group's range, and half an ulp of float16 in scale and minimum.
+    value by 1/30 of its group's range, and half an ulp of float16 in scale and minimum; or by all of that where the
+    scale is no normal float32, which is less than 1e-35.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits}")
@@ -124,7 +125,8 @@ def _quantise(weight: npt.NDArray[np.float32], bits: int) -> QuantisedWeight:
             minimum, scale = minimum.astype(np.float32), scale.astype(np.float32)
         lowest, highest = 0, 15
     inverse = scale.astype(np.float32)
-    np.divide(1, inverse, out=inverse, where=inverse != 0)
+    # The inverse of a smaller one may overflow; such a group is rounded to its smallest value, or to 0.
+    np.divide(1, inverse, out=inverse, where=inverse >= np.finfo(np.float32).smallest_normal)
     rounded = np.rint(codes * inverse[..., None]).clip(lowest, highest).astype(np.int8)
     return QuantisedWeight(bits, rounded.reshape(weight.shape), scale, minimum)
 

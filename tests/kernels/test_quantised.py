@@ -122,6 +122,20 @@ def test_rounding_stays_within_half_a_step(bits: int, size: float) -> None:
     assert (made.dequantise()[3, :GROUP] == 0).all()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_next_to_nothing_are_rounded_without_a_word(bits: int) -> None:
+    """As of features that training has switched off."""
+    weight = np.random.default_rng(1).standard_normal((6, 2 * GROUP)).astype(np.float32)
+    weight[0] *= np.float32(1e-38)
+    weight[1] *= np.float32(1e-42)
+    weight[2, GROUP:] = 1e-45
+    made = quantise(weight, bits).dequantise()
+    assert np.abs(made - weight)[:2].max() < 1e-35
+    assert np.abs(made - weight)[2, GROUP:].max() < 1e-35
+    assert np.abs(made - weight).max() < (0.2 if bits == 4 else 0.02)
+
+
 def test_rows_of_broken_groups_are_refused() -> None:
     assert can_quantise(64)
     assert not can_quantise(48)
