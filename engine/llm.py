@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import secrets
 import threading
@@ -71,6 +72,7 @@ class LLM:
         self._parts = build(EngineConfig(**given), progress)
         self._count = 0
         self._turn = threading.Lock()
+        self._busy_in: int | None = None  # the process that has the turn
         self._failure: EngineDeadError | None = None
 
     @property
@@ -153,9 +155,7 @@ class LLM:
 
     def _run(self, inputs: list[_Input], sampling_params: Params, use_tqdm: bool) -> list[RequestOutput]:
         params = _params(sampling_params, len(inputs))
-        with self._turn:
-            if self._failure is not None:
-                raise self._failure
+        with self._taking_turns():
             requests = [self._request(item, own) for item, own in zip(inputs, params, strict=True)]
             outputs = {
                 request.request_id: _empty(request, item) for request, item in zip(requests, inputs, strict=True)
@@ -169,6 +169,23 @@ class LLM:
                     for request in requests:
                         self._parts.core.abort(request.request_id)
         return [outputs[request.request_id] for request in requests]
+
+    @contextmanager
+    def _taking_turns(self) -> Iterator[None]:
+        """Raises `EngineDeadError` where nothing may run, be it in a child that was forked in the middle of a call of
+        another thread: that call never ends there."""
+        if self._busy_in not in (None, os.getpid()):
+            raise EngineDeadError(
+                "the process was forked while a thread was in a call of this LLM, so it is torn here; make a new one"
+            )
+        with self._turn:
+            if self._failure is not None:
+                raise self._failure
+            self._busy_in = os.getpid()
+            try:
+                yield
+            finally:
+                self._busy_in = None
 
     def _steps(
         self, requests: list[Request], outputs: dict[str, RequestOutput], finished: Callable[[int], object]

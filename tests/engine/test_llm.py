@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,6 +114,38 @@ def test_threads_take_turns(llm: LLM) -> None:
         found = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY)[0].outputs[0].token_ids, prompts * 2))
     assert found == expected * 2
     llm.check()
+
+
+def _refusal(llm: LLM, found: Any) -> None:
+    try:
+        llm.generate("a", GREEDY)
+    except EngineDeadError as error:
+        found.put(str(error))
+
+
+def test_a_child_forked_in_the_middle_of_a_call_is_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, forked = threading.Event(), threading.Event()
+    step = llm._step
+
+    def slow() -> Any:
+        inside.set()
+        assert forked.wait(60)
+        return step()
+
+    monkeypatch.setattr(llm, "_step", slow)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(llm.generate, "a", GREEDY)
+        assert inside.wait(60)
+        context = multiprocessing.get_context("fork")
+        found = context.SimpleQueue()
+        child = context.Process(target=_refusal, args=(llm, found), daemon=True)
+        child.start()
+        child.join(60)
+        forked.set()
+        assert child.exitcode == 0
+        assert "was forked while" in found.get()
+        assert call.result(60)[0].finished
+    assert llm.generate("a", GREEDY)[0].finished
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1])
