@@ -39,13 +39,20 @@ def process_memory() -> int:
 
 def available_cores(root: Path = Path("/")) -> int:
     """Cores this process may use: its affinity, lowered to the CPU quota of its control groups; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    cores = _affine_cores()
     for files in _groups(root, "cpu"):
         for folder in files.folders:
             quota = _cpu_quota(folder, files.version)
             if quota is not None:
                 cores = min(cores, max(1, round(quota)))
     return max(1, cores)
+
+
+def _affine_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # no Linux; a sandbox that refuses the question
+        return os.cpu_count() or 1
 
 
 def _cpu_quota(folder: Path, version: int) -> float | None:

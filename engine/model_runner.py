@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 import torch
 
+from pagemill.engine import openmp
 from pagemill.engine.batch import PromptRows, build_batch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.device import device_of
@@ -65,6 +66,7 @@ class ModelRunner:
         self.quantization = settle(config, folder, self.device)
         self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS[self.device]
         self._config = config
+        openmp.let_go()
         threads = config.threads or available_cores()
         torch.set_num_threads(threads)
         try:

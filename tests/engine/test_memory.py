@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,53 @@ def test_affinity_counts() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
+
+
+def test_where_the_system_does_not_say_all_cores_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(process: int) -> set[int]:
+        raise PermissionError("not in this sandbox")
+
+    monkeypatch.setattr("os.sched_getaffinity", refused)
+    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    assert available_cores(machine(tmp_path)) == 5
+
+
+BOUND = """
+import os, threading
+import torch
+from pagemill.engine import openmp
+bound = os.sched_getaffinity(0)
+worker = []
+def unbind():
+    openmp.let_go()
+    worker.append(os.sched_getaffinity(0))
+thread = threading.Thread(target=unbind)
+thread.start(), thread.join()
+print(sorted(bound), sorted(worker[0]), sorted(os.sched_getaffinity(0)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "free"),
+    [({"OMP_PROC_BIND": "true"}, "all"), ({"OMP_PLACES": "cores"}, "all"), ({"GOMP_CPU_AFFINITY": "first"}, "first")],
+)
+def test_what_openmp_binds_is_let_go(variables: dict[str, str], free: str) -> None:
+    """Within what it was given: the first core alone, or all that were there before."""
+    here = sorted(os.sched_getaffinity(0))
+    given = {name: str(here[0]) if value == "first" else value for name, value in variables.items()}
+    command = [sys.executable, "-c", BOUND]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **given}, timeout=60)
+    expected = here if free == "all" else here[:1]
+    assert done.stdout.strip() == f"{here[:1]} {expected} {expected}"
+
+
+def test_threads_that_openmp_has_not_bound_stay_as_they_are() -> None:
+    code = (
+        "import os, torch; from pagemill.engine import openmp; here = os.sched_getaffinity(0); openmp.let_go(); "
+        "assert os.sched_getaffinity(0) == here; os.sched_setaffinity(0, {min(here)}); openmp.let_go(); "
+        "assert os.sched_getaffinity(0) == {min(here)}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_real_machine() -> None:
