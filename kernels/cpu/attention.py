@@ -25,27 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from pagemill.kernels.cpu.attention_amx import (
-    AT_ONCE,
-    TILE_TOKENS,
-    begin_tiles,
-    clear_beside,
-    end_tiles,
-    tile_scores,
-    tile_values,
-)
-from pagemill.kernels.cpu.attention_packed import add_packed_values, packed_scores
+from pagemill.kernels.cpu.attention_amx import AT_ONCE, begin_tiles, end_tiles
+from pagemill.kernels.cpu.attention_packed import packed_segment
 from pagemill.kernels.cpu.attention_rows import count_down, finish_row
 from pagemill.kernels.cpu.attention_segment import (
     PART_HEADER,
     SCORE_BYTES,
     VECTOR_BYTES,
     join_parts,
-    keep_rows,
-    pack_keys,
-    pack_values,
     seen_by_any,
-    weigh_rows,
 )
 from pagemill.kernels.cpu.attention_streamed import streamed_segment
 from pagemill.kernels.cpu.attention_tiles import (
@@ -76,14 +64,11 @@ from pagemill.kernels.cpu.simd import next_item
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.cpu.views import vector
 
-_ROWS_AT_ONCE = 24
-"""Rows whose scores are made and used together: their scores, their queries and a tile's keys fit the first cache."""
 _STREAMED_AT_ONCE = 36
 _SPARE_ROWS = AT_ONCE
 """Rows behind an item's, which its last tile may reach into."""
 _NEGATIVE_INFINITY = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
-_ONE = np.float32(1.0)
 _LOG2_E = np.float32(1.4426950408889634)
 
 
@@ -113,8 +98,6 @@ def _attend(
     like: Any,
 ) -> None:
     element = element_size(like)
-    per_step = 4 // element  # tokens of a step of values
-    words = dim // per_step
     columns = -(-dim // SPAN) * SPAN
     sum_bytes, factor_bytes, head_bytes = 4 * columns, dim * factor_size(like), block_size * dim * element
     heads = num_kv_heads * group
@@ -195,93 +178,38 @@ def _attend(
                 )
                 continue
 
-            pack_values(
+            packed_segment(
+                item,
+                head,
+                group,
+                heads,
+                segment,
                 low,
                 high,
-                segment,
+                window,
+                tokens,
+                token_rows,
+                queries,
                 table,
-                block_size,
+                k_place,
+                keys + head * head_bytes,
                 values + head * head_bytes,
                 block_bytes,
+                block_size,
                 dim,
-                per_step,
                 packed_values,
-                sum_bytes,
+                packed_keys,
+                scores,
+                scale,
+                tiles,
+                direct,
+                part_at,
+                sum_at,
+                all_parts,
+                whole_parts,
+                whole_sums,
                 like,
             )
-            if whole_blocks:
-                for index in range(first, last):
-                    k_place[index] += head * head_bytes
-                key_step = 4 * block_size
-            else:
-                pack_keys(
-                    low, high, segment, table, block_size, keys + head * head_bytes, block_bytes, words, packed_keys
-                )
-                for index in range(first, last):
-                    k_place[index] = packed_keys + index * VECTOR_BYTES
-                key_step = 4 * SEGMENT
-            rows_at_once = AT_ONCE if tiles else _ROWS_AT_ONCE
-            if tiles:
-                clear_beside(packed_values, sum_bytes, low, high)
-            for row in range(0, rows, rows_at_once):
-                count = min(rows_at_once, rows - row)
-                low, high = seen_by_any(
-                    token_rows[tokens[entry + row // group], ROW_POSITION],
-                    token_rows[tokens[entry + (row + count - 1) // group], ROW_POSITION],
-                    segment,
-                    window,
-                )
-                if low == high:
-                    continue
-                row_parts, row_sums = (part_at + 8 * row, sum_at + row * sum_bytes) if direct else (part_at, sum_at)
-                if not direct:
-                    vector(row_sums, count * columns, _ZERO)[:] = _ZERO
-                first, last = low // LANES, -(-high // LANES)
-                query_rows = queries + row * factor_bytes
-                if tiles:
-                    tile_scores(
-                        count, query_rows, factor_bytes, k_place, first, last, key_step, words, scores, SCORE_BYTES
-                    )
-                else:
-                    packed_scores(count, query_rows, k_place, first, last, key_step, words, scores, scale, dim, like)
-                weigh_rows(
-                    row,
-                    count,
-                    group,
-                    entry,
-                    segment,
-                    window,
-                    tokens,
-                    token_rows,
-                    scores,
-                    row_parts,
-                    -(-high // TILE_TOKENS) * TILE_TOKENS if tiles else last * LANES,
-                    scale if tiles else _ONE,
-                    like,
-                )
-                if tiles:
-                    tile_values(count, scores, SCORE_BYTES, packed_values, low, high, row_sums, sum_bytes)
-                else:
-                    add_packed_values(count, scores, packed_values, low, high, row_sums, columns, like)
-                if not direct:
-                    keep_rows(
-                        row,
-                        count,
-                        group,
-                        head,
-                        heads,
-                        item,
-                        segment,
-                        window,
-                        tokens,
-                        token_rows,
-                        row_parts,
-                        row_sums,
-                        columns,
-                        all_parts,
-                        whole_parts + 8 * row,
-                        whole_sums + row * sum_bytes,
-                    )
 
         if item[ITEM_IS_PART] == 0:
             for index in range(together * rows):

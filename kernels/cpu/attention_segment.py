@@ -1,4 +1,4 @@
-"""What attention does with one segment of 256 tokens: scores, weights, weighted values, packed copies, joining.
+"""What attention does with one segment of 256 tokens: scores, weights, weighted values, joining.
 
 Rows are query tokens times the heads of a group. Everything is given by address; `attention` decides what is done with
 which rows, and in which of two ways.
@@ -18,7 +18,6 @@ from pagemill.kernels.cpu.attention_tiles import (
     make_score_tile,
     make_value_tile,
     stand_alone,
-    weave_rows,
 )
 from pagemill.kernels.cpu.isa import LANES, WIDE_REGISTERS
 from pagemill.kernels.cpu.jit import exact_helper
@@ -238,62 +237,3 @@ def join_parts(
             place = all_parts + (index * heads + head) * size
             join_row(part, sums, place, place + PART_HEADER, columns)
         finish_row(part, sums, dim, out + (token * heads + head) * dim * element_size(like), like)
-
-
-@exact_helper
-def pack_values(
-    low: int,
-    high: int,
-    segment: int,
-    table: Any,
-    block_size: int,
-    values: int,
-    block_bytes: int,
-    dim: int,
-    per_step: int,
-    packed: int,
-    step_bytes: int,
-    like: Any,
-) -> None:
-    """Weave the values of one head's tokens low <= token < high of a segment; half a pair is woven with itself."""
-    stand_alone()
-    row_bytes = dim * element_size(like)
-    token = low
-    block, offset = divmod(segment * SEGMENT + low, block_size)
-    while token < high:
-        place = values + table[block] * block_bytes + offset * row_bytes
-        partner = place
-        advance = 1
-        if per_step == 2 and token % 2 == 0 and token + 1 < high:
-            advance = 2
-            if offset + 1 < block_size:
-                partner = place + row_bytes
-            else:
-                partner = values + (table[block + 1]) * block_bytes
-        weave_rows(place, partner, dim, packed + token // per_step * step_bytes, like)
-        token += advance
-        offset += advance
-        while offset >= block_size:
-            offset -= block_size
-            block += 1
-
-
-@exact_helper
-def pack_keys(
-    low: int, high: int, segment: int, table: Any, block_size: int, keys: int, block_bytes: int, words: int, packed: int
-) -> None:
-    """Copy the keys of one head's tokens of a segment to [words][SEGMENT], for blocks without whole vectors."""
-    stand_alone()
-    token = low
-    block, offset = divmod(segment * SEGMENT + low, block_size)
-    while token < high:
-        count = min(block_size - offset, high - token)
-        place = keys + table[block] * block_bytes + 4 * offset
-        for word in range(words):
-            target = vector(packed + 4 * (word * SEGMENT + token), count, _ZERO)
-            source = vector(place + 4 * word * block_size, count, _ZERO)
-            for index in range(count):
-                target[index] = source[index]
-        token += count
-        offset = 0
-        block += 1
