@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides it
 LAST_WORDS_S = 1.0  # for what a stopped engine has told to reach the gateway's clients
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_USUAL_COLLECTIONS = gc.get_threshold()
+_OBJECTS_OF_A_START = 300_000  # with a model of 30 layers half of them are made
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -51,8 +53,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def _import_engine() -> None:
-    """Modules stay: looking for garbage among them takes a seventh of the time that importing them takes, and as long
-    again when the start is over."""
+    """Nearly all that a start makes stays: looking for garbage among modules takes a seventh of the time that importing
+    them takes. So nobody looks here, nor until `_keep_what_is_there` unless there are more objects than a start
+    makes that does not compile."""
     from pagemill.engine.torch_import import without_compilers
 
     gc.disable()
@@ -62,6 +65,16 @@ def _import_engine() -> None:
     finally:
         gc.enable()
     gc.freeze()
+    gc.collect()  # takes no time now, and begins to count
+    gc.set_threshold(_OBJECTS_OF_A_START)
+
+
+def _keep_what_is_there() -> None:
+    """All of it lives as long as the role; a collection need not walk over every block of the pool again."""
+    if any(gc.get_count()[1:]):  # there were so many objects that one has been made: kernels were compiled
+        gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_USUAL_COLLECTIONS)
 
 
 @contextlib.contextmanager
@@ -114,9 +127,7 @@ async def _serve(
 
     with _exit_at_signal(), progress_bar() as progress:
         engine = await AsyncEngine.create(engine_config, progress)
-    # All that is there now lives as long as the role; a collection need not walk over every block of the pool again.
-    gc.collect()
-    gc.freeze()
+    _keep_what_is_there()
     worker = Worker(engine, queue)
     serving = asyncio.create_task(worker.run())
     announcing = asyncio.create_task(_announce(worker, engine.info.model_name, queue, http_url))
