@@ -54,6 +54,11 @@ def keep_compiled(cache_dir: str | None = None, report: Report | None = None) ->
     reads and writes and what had to be compiled.
     """
     cache = KernelCache(cache_dir, report)
+    keep_in(cache)
+    return cache
+
+
+def keep_in(cache: KernelCache) -> None:
+    """Keep what has been defined so far in a cache: again where kernels were defined since."""
     for entry in _entries:
         entry._cache = cache.of(entry.py_func)
-    return cache

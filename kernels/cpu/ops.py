@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +17,10 @@ from pagemill.kernels.cpu import attention, attention_amx, edit, elementwise, lo
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.attention import part_floats
 from pagemill.kernels.cpu.decoder import PARALLEL_ELEMENTS, CpuDecoder, attention_work, can_run
-from pagemill.kernels.cpu.jit import keep_compiled
+from pagemill.kernels.cpu.jit import keep_compiled, keep_in
 from pagemill.kernels.cpu.kernel_cache import Report
 from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, gather, prepare_linear
 from pagemill.kernels.cpu.plan import AttentionPlan, attention_plan
-from pagemill.kernels.cpu.quantised import QuantisedLinear, prepare_quantised
 from pagemill.kernels.cpu.reuse import ReusedMemory
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
@@ -31,6 +31,9 @@ from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
 from pagemill.kernels.ops import LogitEdits, SampleBatch, TopLogprobs
 from pagemill.kernels.quantised_weight import QuantisedWeight
 from pagemill.kernels.reference import ReferenceOps
+
+if TYPE_CHECKING:
+    from pagemill.kernels.cpu.quantised import QuantisedLinear
 
 _log = structlog.get_logger(__name__)
 
@@ -288,7 +291,15 @@ class CpuOps:
     def prepare_quantised(
         self, weight: QuantisedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
     ) -> QuantisedLinear:
-        return prepare_quantised(weight, bias, dtype, self._arena, gated=gated)
+        return self._pack_quantised(weight, bias, dtype, self._arena, gated=gated)
+
+    @cached_property
+    def _pack_quantised(self) -> Callable[..., QuantisedLinear]:
+        """Imported for who has such weights: defining the kernels of their sixteen forms is a fortieth of a start."""
+        from pagemill.kernels.cpu.quantised import prepare_quantised
+
+        keep_in(self.cache)
+        return prepare_quantised
 
     def linear(self, x: torch.Tensor, prepared: TaskLinear) -> torch.Tensor:
         return apply(prepared, x, self._team)
@@ -303,9 +314,9 @@ class CpuOps:
 
     def embedding(self, token_ids: torch.Tensor, prepared: CpuLinear | QuantisedLinear) -> torch.Tensor:
         board = self._board(len(token_ids) * prepared.in_features)
-        if isinstance(prepared, QuantisedLinear):
-            return prepared.gather(token_ids, board)
-        return gather(prepared, token_ids, board)
+        if isinstance(prepared, CpuLinear):
+            return gather(prepared, token_ids, board)
+        return prepared.gather(token_ids, board)
 
     def compile_decoder(self, stack: DecoderStack, dtype: torch.dtype) -> CpuDecoder | None:
         return CpuDecoder(stack, self._team, _like(dtype), self._attention_plan) if can_run(stack, dtype) else None

@@ -40,7 +40,7 @@ llm.generate(["one two three"] * 2, kinds)
         ("import pagemill.adapters.http.server", [name for name in _HEAVY if name != "aiohttp"]),
         ("import pagemill.adapters.cli.webhooks_command", [name for name in _HEAVY if name != "aiohttp"]),
         ("import pagemill.ingest.worker", (*_NEVER, "numba", "aiohttp")),
-        (_LOADS, (*_NEVER, "aiohttp", "redis")),
+        (_LOADS, (*_NEVER, "aiohttp", "redis", "pagemill.kernels.cpu.quantised")),
         (_GENERATES, (*_NEVER, "torch._decomp", "torch._prims")),
     ],
 )
