@@ -40,7 +40,8 @@ _log = structlog.get_logger(__name__)
 
 
 class Lease:
-    """The lease of engine `owner` on every shard. `held`: what it tells the others that it has computed."""
+    """The lease of engine `owner` on every shard. `held`: what it tells the others that it has computed, until it is
+    `stopping`."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class Lease:
         config: QueueConfig,
         client: Client,
         owner: str,
+        stopping: asyncio.Event,
         held: HeldPrefixes | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
         self._client = client
         self._owner = owner
+        self._stopping = stopping
         self._held = held
         self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
         self._renewed_at = float("-inf")
@@ -99,7 +102,7 @@ class Lease:
             return
         started = time.monotonic()
         description = orjson.dumps(self._description())
-        names = [] if self._held is None else self._held.names()
+        names = [] if self._held is None or self._stopping.is_set() else self._held.names()
         calls = [scripts.renew(shard, self._owner, description, names) for shard in self._keys.shards]
         in_time = self.is_fresh
         for reply in await scripts.run(self._client, calls):
@@ -120,19 +123,6 @@ class Lease:
         if pulse == self._pulse and not idle:
             return now - self._moved_at <= most_s(self._engine.pace, self._config.heartbeat_timeout_s)
         self._pulse, self._moved_at = pulse, now
-        return True
-
-    async def retire(self) -> bool:
-        """Give the lease up: the others may take at once what is left. False: Redis could not be told."""
-        try:
-            async with asyncio.timeout(5):
-                calls = [scripts.retire(shard, self._owner) for shard in self._keys.shards]
-                for reply in await scripts.run(self._client, calls):
-                    if isinstance(reply, BaseException):
-                        raise reply
-        except (RedisError, OSError) as error:
-            _log.warning("could not leave the list of engines", reason=str(error) or type(error).__name__)
-            return False
         return True
 
     def _description(self) -> dict[str, Any]:
@@ -170,7 +160,7 @@ class Lease:
             "recomputed_tokens": statistics.recomputed_tokens,
             "swapped_blocks": statistics.swapped_blocks,
             "version": self._version,
-            "room": engine.has_room(),
+            "room": engine.has_room() and not self._stopping.is_set(),
             "prefill_tokens_s": statistics.prefill_tokens_s,
             "decode_tokens_s": statistics.decode_tokens_s,
             "waiting_requests": backlog.requests,

@@ -47,6 +47,7 @@ class Lookout:
         model: str,
         client: Client,
         config: QueueConfig,
+        stopping: asyncio.Event,
         *,
         is_full: Callable[[], bool],
         may_reap: Callable[[], bool],
@@ -58,6 +59,7 @@ class Lookout:
         self._model = model
         self._client = client
         self._config = config
+        self._stopping = stopping
         self._is_full = is_full
         self._may_reap = may_reap
         self._on_given = on_given
@@ -161,7 +163,10 @@ class Lookout:
         first, reap_at = 0, 0.0
         while True:
             await asyncio.sleep(self._config.poll_ms / 1000)
-            calls = [scripts.sweep(self._shard, self._owner, first=first, count=SWEEP, keeping=self._keeping)]
+            owner = (
+                "" if self._stopping.is_set() else self._owner
+            )  # one that leaves is given nothing, not even to end it
+            calls = [scripts.sweep(self._shard, owner, first=first, count=SWEEP, keeping=self._keeping)]
             if self._is_full() and time.monotonic() >= reap_at and self._may_reap():
                 reap_at = time.monotonic() + self._config.heartbeat_timeout_s / 3
                 timeout_ms = int(self._config.heartbeat_timeout_s * 1000)

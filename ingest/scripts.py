@@ -20,6 +20,7 @@ from pagemill.ingest.script_calls import run_one as run_one
 from pagemill.ingest.script_calls import script as script
 
 GRACE_MS = 3_600_000  # how long keys of a live request outlast its deadline
+RELEASE_PAGE = 100  # entries given back in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,10 +322,12 @@ def cancel(shard: ShardKeys, request_id: str, *, error: bytes, keeping: Keeping 
     return Call("cancel", (*keys, shard.waiting, shard.load, *shard.streams), args)
 
 
-def release(shard: ShardKeys, request_id: str, owner: str, attempt: int) -> Call:
-    """Give a running request back without burning an attempt."""
-    keys = (shard.record(request_id), shard.waiting, shard.load)
-    return Call("release", keys, (owner, attempt, request_id))
+def release(shard: ShardKeys, stream: int, owner: str, first: bytes, *, running: bool) -> Call:
+    """Give back what an engine that leaves holds of one stream and has not begun, and with `running` what it has: no
+    attempt is burnt. It is brought nothing more. `first`: where to begin, b"-" or the reply to the call before, which
+    is b"" at the end."""
+    keys = (shard.told(owner), shard.warm(owner), shard.delayed, shard.waiting, shard.load, shard.streams[stream])
+    return Call("release", keys, (GROUP, owner, stream, first, RELEASE_PAGE, shard.base, "1" if running else "0"))
 
 
 def renew(shard: ShardKeys, owner: str, description: bytes, beginnings: Sequence[str] = ()) -> Call:
@@ -383,7 +386,7 @@ def read_given(shard: ShardKeys, reply: Sequence[Any]) -> list[Entry]:
 def retire(shard: ShardKeys, owner: str) -> Call:
     """Take a stopping engine off the lists."""
     keys = (shard.heartbeats, shard.engines, shard.warm(owner), shard.told(owner), *shard.streams)
-    return Call("retire", keys, (GROUP, owner))
+    return Call("retire", keys, (GROUP, owner, shard.base))
 
 
 def dead_letter(entry: Entry, owner: str, reason: str, message: str) -> Call:

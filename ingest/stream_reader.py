@@ -56,6 +56,7 @@ class StreamReader:
     """Reads entries as consumer `owner`. `beat` is awaited before the groups are (re)made, hence before any delivery.
     `may_reap()`: whether an old heartbeat of another engine means that it is dead. `on_declined(stream key, entry)`:
     another engine does not want what it was offered. `on_empty()`: nothing waits, a read is about to wait itself.
+    Once it is `stopping` its reads are ended by `Departure`.
 
     A read must never be cancelled: the server would count its entry as delivered and nobody would have it.
     """
@@ -66,6 +67,7 @@ class StreamReader:
         owner: str,
         client: Client,
         config: QueueConfig,
+        stopping: asyncio.Event,
         beat: Callable[[], Awaitable[None]],
         may_reap: Callable[[], bool],
         on_declined: Callable[[tuple[str, bytes]], None],
@@ -76,6 +78,7 @@ class StreamReader:
         self._owner = owner
         self._client = client
         self._config = config
+        self._stopping = stopping
         self._beat = beat
         self._may_reap = may_reap
         self._on_declined = on_declined
@@ -105,6 +108,8 @@ class StreamReader:
             self._recover = True
             if isinstance(error, ResponseError) and (is_group_lost(error) or "no such key" in str(error)):
                 self._grouped = False
+                if self._stopping.is_set():
+                    return []
                 self._losses += 1
                 if self._clock() >= self._tell_loss_at:
                     self._tell_loss_at = self._clock() + LOSS_LOG_S
@@ -177,6 +182,9 @@ class StreamReader:
         offers: list[tuple[int, bytes, Offer]] = []
         for _, fields in told:
             try:
+                if b"look" in fields:
+                    self._reap_at = self._clock()
+                    continue
                 stream, entry_id = range(PRIORITIES).index(int(fields[b"stream"])), fields[b"entry"]
                 if b"declined" in fields:
                     self._on_declined((self._shard.streams[stream], entry_id))

@@ -14,6 +14,7 @@ death of the engine ends `run` with an error.
 What may have ended an engine runs with nothing beside it (`quarantine`), so a fatal request costs the engines
 `max_attempts` deaths and the others no attempt. Entries of a tenant at its cap are delivered and wait (`tenant_lines`),
 since a consumer group cannot pass an entry over. While there is no room `lookout` answers those who would wait in vain.
+Whoever leaves keeps what runs, and the rest is the others' at once (`departure`).
 
 Rejected: an ack at delivery (loses requests in a crash); renewing leases with XCLAIM (steals entries back from their
 new owner); one connection for blocking reads and commands (a read would hold up every append).
@@ -37,6 +38,7 @@ from pagemill.engine.async_engine import AsyncEngine
 from pagemill.engine.errors import EngineDeadError
 from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.departure import Departure
 from pagemill.ingest.entries import Entry, UnreadableEntry
 from pagemill.ingest.inspection import wait_until_fit
 from pagemill.ingest.intake import Intake, Postponed
@@ -96,7 +98,8 @@ class Worker:
         self._starting = asyncio.Semaphore(MAX_STARTING)
         self._empty = asyncio.Event()
         self._empty.set()
-        self._lease = Lease(engine, config, self._client, self.owner, held)
+        self._lease = Lease(engine, config, self._client, self.owner, self._stopping, held)
+        self._departure = Departure(self._client, self._keys, self.owner)
         self.ready = asyncio.Event()
         self.finished = 0
 
@@ -136,9 +139,11 @@ class Worker:
         finally:
             self._stopping.set()
             await _end([*tasks, *self._serving])
+            await self._hand_on()
             # Readers are not cancelled: a cancelled read could strand the entry that it was being given.
             await asyncio.gather(*readers, return_exceptions=True)
-            await self._retire()
+            if self._lease.was_renewed and await self._departure.retire():
+                _log.info("engine has left the queue", owner=self.owner, finished=self.finished)
             await self._client.aclose()
 
     async def run_until_signal(self) -> None:
@@ -173,8 +178,10 @@ class Worker:
     async def _drain(self, readers: list[asyncio.Task[None]], death: asyncio.Task[EngineDeadError]) -> None:
         async def finished() -> None:
             self._quarantine.open()
+            await self._hand_on()
             await asyncio.gather(*readers)
             await asyncio.gather(*self._serving)
+            await self._hand_on()
             await self._empty.wait()
 
         if self._live:
@@ -206,20 +213,14 @@ class Worker:
         try:
             async with asyncio.timeout(max(1.0, min(5.0, self._config.drain_timeout_s))):
                 await self._outbox.join()
-                await scripts.run(
-                    self._client,
-                    [
-                        scripts.release(live.entry.shard, live.request_id, self.owner, live.begun.attempt)
-                        for live in lives
-                    ],
-                )
-        except (RedisError, OSError) as error:
-            # Not released, they count an attempt and wait for this engine's heartbeat to grow old: nothing is lost.
-            _log.warning("requests could not be given back in order", reason=str(error) or type(error).__name__)
+        except TimeoutError:
+            # The next engine computes the tokens again that are not out yet.
+            _log.warning("what was generated could not be told in time", requests=len(lives))
+        await self._hand_on(running=True)
 
-    async def _retire(self) -> None:
-        if self._lease.was_renewed and await self._lease.retire():
-            _log.info("engine has left the queue", owner=self.owner, finished=self.finished)
+    async def _hand_on(self, *, running: bool = False) -> None:
+        if self._lease.was_renewed:
+            await self._departure.hand_on(running=running)
 
     # -- entries -------------------------------------------------------------------------------------------------
 
@@ -229,6 +230,7 @@ class Worker:
             self.owner,
             self._client,
             self._config,
+            self._stopping,
             self._lease.renew,
             lambda: self._lease.may_reap,
             self._offers.decline,
@@ -263,6 +265,7 @@ class Worker:
             self._engine.info.model_name,
             self._client,
             self._config,
+            self._stopping,
             is_full=is_full,
             may_reap=lambda: self._lease.may_reap,
             on_given=on_given,

@@ -53,6 +53,9 @@ end
 -- The heartbeat of an engine that has left while it held something.
 local LEFT = 0
 
+-- The consumer that holds what is nobody's: it waits for its next attempt, or for whoever looks first.
+local DELAYED = 'delayed'
+
 -- Of all the streams keys[first], keys[first + 1] ...
 local function holds_nothing_of(keys, first, group, consumer)
   for i = first, #keys do

@@ -13,7 +13,6 @@
 local now = server_ms()
 local group, owner, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
 local ending_only = ARGV[8] == '1'
-local DELAYED = 'delayed' -- the consumer that holds what waits for its next attempt
 local MAX_DELAY_MS = 30000
 local taken = {}
 

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from pagemill.ingest import scripts
+from pagemill.ingest.departure import Departure
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.events import event
 from pagemill.ingest.keys import GROUP, QueueKeys, ShardKeys
@@ -73,6 +74,9 @@ class Engine:
             await self.beat()  # as every engine does before it reads
         call = scripts.reap(SHARD, self.owner, timeout_ms=timeout_ms, count=count, **options)
         return scripts.read_given(SHARD, await self.call(call))
+
+    async def release(self, *, running: bool = False) -> None:
+        await Departure(self.client, KEYS, self.owner).hand_on(running=running)
 
     async def beat(self) -> None:
         await self.call(scripts.renew(SHARD, self.owner, b"{}"))

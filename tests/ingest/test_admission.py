@@ -324,7 +324,7 @@ def test_what_was_given_back_and_is_over_goes_to_an_engine_that_ends_it(on_queue
         entry = await engine.take()
         await engine.begin(entry)
         await engine.append(1, 0, [b'{"seq":1}'])
-        await scripts.run_one(client, scripts.release(SHARD, "a", "e1", 1))
+        await engine.release(running=True)
         assert await load(client) == {"n1": 1, "t1": 7, "n@default": 1, "t@default": 7}
         await make_overdue(client)
         _, ((stream, entry_id, fields),), _ = await sweep(client, "e2")
@@ -376,8 +376,8 @@ def test_the_books_are_even_whatever_happens(on_queue: Any) -> None:
                         if isinstance(begun, scripts.BeginReply):
                             running.append((entry, request_id, begun.attempt))
                 case 5 if running:
-                    entry, request_id, attempt = running.pop()
-                    await scripts.run_one(client, scripts.release(SHARD, request_id, "e1", attempt))
+                    await engine.release(running=True)
+                    running.clear()
                 case 6 if running:
                     entry, request_id, attempt = running.pop()
                     await engine.finish(entry, attempt, 0, "failed", request_id=request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 
 from pagemill.ingest import scripts
 from pagemill.ingest.keys import GROUP
@@ -26,7 +27,8 @@ def test_a_writer_that_was_taken_over_can_write_nothing(on_queue: Any) -> None:
         assert (await zombie.append(1, 1, [delta(2)])).status == "stale"
         assert (await zombie.finish(entry, 1, 1)).status == "stale"
         assert await zombie.begin(entry) == "lost"
-        assert (await zombie.call(scripts.release(SHARD, "a", "zombie", 1)))[0] == b"stale"
+        await zombie.release(running=True)
+        assert await client.hget(SHARD.record("a"), "state") == b"running"
         assert (await zombie.call(scripts.dead_letter(entry, "zombie", "x", "x")))[0] == b"lost"
 
         assert (await heir.append(2, 1, [delta(2, 2)])).seq == 2
@@ -49,17 +51,74 @@ def test_releasing_burns_no_attempt(on_queue: Any) -> None:
         entry = await engine.take()
         await engine.begin(entry)
         await engine.append(1, 0, [delta(1)])
-        assert (await engine.call(scripts.release(SHARD, "a", "e1", 1)))[0] == b"ok"
+        await engine.release()
+        assert await heir.reap() == [], "it still runs"
+        await engine.release(running=True)
         assert (await engine.append(1, 1, [delta(2)])).status == "stale"
-        await engine.call(scripts.retire(SHARD, "e1"))
-        assert [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)] == [b"e1"]
         adopted = await heir.reap()
         assert len(adopted) == 1
         begun = await heir.begin(entry)
         assert isinstance(begun, scripts.BeginReply)
         assert (begun.attempt, begun.released) == (2, 1)
-        # The dead consumer held nothing any more, so it is gone; one that holds something never goes.
-        assert [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)] == [b"e2"]
+        # A consumer that holds nothing goes with its engine; one that holds something never does.
+        await engine.call(scripts.retire(SHARD, "e1"))
+        await heir.call(scripts.retire(SHARD, "e2"))
+        names = [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)]
+        assert b"e1" not in names and b"e2" in names
+        third = Engine(client, "e3")
+        assert await third.reap() == [entry]
+        names = [info["name"] for info in await client.xinfo_consumers(SHARD.streams[1], GROUP)]
+        assert names == [b"e3"]
+
+    on_queue(scenario)
+
+
+def test_who_leaves_gives_back_what_it_has_not_begun_and_is_brought_no_more(on_queue: Any) -> None:
+    """Of every kind, also on more than a page; the others are told, and only when there is something to look for."""
+
+    async def scenario(client: Client) -> None:
+        leaves, heir, dead = (Engine(client, name) for name in ("leaves", "heir", "dead"))
+        for engine in (leaves, heir, dead):
+            await engine.beat()
+            await engine.call(scripts.open_streams(SHARD, engine.owner))
+        await submit(client, "runs")
+        await leaves.begin(await leaves.take(), "runs")
+        await leaves.release()
+        assert await client.xlen(SHARD.told("heir")) == 0
+
+        await submit(client, "suspect")
+        suspect = await dead.take()
+        await dead.begin(suspect, "suspect")
+        await dead.call(scripts.retire(SHARD, "dead"))
+        assert await leaves.reap(retry_delay_ms=0) == [suspect]
+        assert await leaves.begin(suspect, "suspect") == "suspect"
+        held = [b"suspect", b"raw", *(b"r%d" % number for number in range(120))]
+        await client.xadd(SHARD.streams[0], {"v": 1, "id": "raw", "body": "{}"})
+        await leaves.take()
+        for name in held[2:]:
+            await submit(client, name.decode())
+            await leaves.take()
+        await submit(client, "deleted")
+        await client.xdel(SHARD.streams[1], (await leaves.take()).entry_id)
+        await client.xtrim(SHARD.told("heir"), maxlen=0)
+        for _ in range(2):
+            await leaves.release()
+        assert not await client.exists(SHARD.told("leaves"), SHARD.warm("leaves"))
+        with pytest.raises(ResponseError, match="NOGROUP"):
+            streams: Any = dict.fromkeys((*SHARD.streams, SHARD.told("leaves")), ">")
+            await client.xreadgroup(GROUP, "leaves", streams, count=1)
+        told = [fields for _, fields in await client.xrange(SHARD.told("heir"))]
+        assert told and all(fields == {b"look": b"leaves"} for fields in told)
+        assert await leaves.begin(suspect, "suspect", alone=True) == "lost"
+
+        found: list[bytes] = []
+        while entries := await heir.reap(count=50):
+            found += [entry.fields[b"id"] for entry in entries]
+        assert sorted(found) == sorted(held)
+        assert await heir.begin(suspect, "suspect") == "suspect", "it is one for whoever has it"
+        assert (await leaves.append(1, 0, [delta(1)], "runs")).status == "ok"
+        pending = (await client.xpending(SHARD.streams[1], GROUP))["consumers"]
+        assert pending == [{"name": b"heir", "pending": 121}, {"name": b"leaves", "pending": 1}]
 
     on_queue(scenario)
 

@@ -190,7 +190,9 @@ def test_rubbish_in_what_engines_tell_each_other_harms_nobody(on_queue: Any, que
         async def beat() -> None:
             await scripts.run_one(client, scripts.renew(SHARD, "reads", b"{}"))
 
-        reader = StreamReader(SHARD, "reads", client, config, beat, lambda: True, declined.append, lambda: None)
+        reader = StreamReader(
+            SHARD, "reads", client, config, asyncio.Event(), beat, lambda: True, declined.append, lambda: None
+        )
         assert await reader.read() == []
         good = {"offer": LONG, "from": "other", "stream": "1", "entry": "5-5", "running": "3"}
         for change in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from pagemill.ingest.config import QueueConfig
@@ -21,7 +22,9 @@ def test_own_entries_are_read_again_and_none_of_them_is_too_long_to_come(any_red
 
     async def scenario() -> None:
         client = connect_commands(any_redis_url, "test")
-        reader = StreamReader(SHARD, "e", client, config, beat, lambda: True, lambda place: None, lambda: None)
+        reader = StreamReader(
+            SHARD, "e", client, config, asyncio.Event(), beat, lambda: True, lambda place: None, lambda: None
+        )
         assert await reader.read() == []
         stream = SHARD.streams[1]
         bodies = [b"short", b"x" * 20_000_000, b"gone", *(b"%d" % number for number in range(250)), b"y" * 1024]
