@@ -17,6 +17,7 @@ from pagemill.engine.errors import PagemillError, RequestError, invalid
 from pagemill.ingest import scripts
 from pagemill.ingest.allowances import Allowances
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.event_hub import EventHub
 from pagemill.ingest.events import Transcript
 from pagemill.ingest.keys import QueueKeys, is_request_id
 from pagemill.ingest.model_map import queue_of, read_models
@@ -27,7 +28,7 @@ from pagemill.ingest.replay import Event
 from pagemill.ingest.results import Delta, RequestFailed, Result, refused_result, result_of
 from pagemill.ingest.schema import check_and_encode
 from pagemill.ingest.shelf import Shelf
-from pagemill.ingest.subscription import EventHub, Subscription
+from pagemill.ingest.subscription import Subscription
 
 Reply = TypeVar("Reply")
 
@@ -65,9 +66,12 @@ class AsyncHandle:
             return self
         return AsyncHandle(client, self.request_id, expected=self._expected, replayed=self.replayed)
 
-    async def events(self, after: int = 0) -> AsyncGenerator[Event, None]:
+    def events(self, after: int = 0) -> AsyncGenerator[Event, None]:
         """The protocol's events from number `after` + 1 on, up to and with `done`."""
-        subscription = await self._client.follow(self.request_id, after=after, expected=self._expected)
+        return self._events(after, whole=False)
+
+    async def _events(self, after: int, *, whole: bool) -> AsyncGenerator[Event, None]:
+        subscription = await self._client.follow(self.request_id, after=after, expected=self._expected, whole=whole)
         try:
             async with contextlib.aclosing(subscription.events()) as items:
                 async for item in items:
@@ -99,8 +103,9 @@ class AsyncHandle:
         """Wait for the end. Raises `RequestFailed`, and `TimeoutError` after `timeout` seconds (cancelling nothing)."""
         if self._ended is None:
             async with asyncio.timeout(timeout):
-                async for _ in self.events():
-                    pass
+                async with contextlib.aclosing(self._events(0, whole=True)) as items:
+                    async for _ in items:
+                        pass
         return self._completed()
 
     async def cancel(self) -> str:
@@ -288,9 +293,11 @@ class AsyncClient:
         dropped = await self._asked(self._redis.execute_command("DEL", self.keys.shard_of(request_id).note(request_id)))
         return bool(dropped)
 
-    async def follow(self, request_id: str, *, after: int, expected: bool) -> Subscription:
-        """A subscription to a request's events; close it when done."""
-        return await self._hub.open(request_id, after=after, expected=expected, patience_s=self._patience_s)
+    async def follow(self, request_id: str, *, after: int, expected: bool, whole: bool = False) -> Subscription:
+        """A subscription to a request's events; close it when done. `whole`: only its end is waited for."""
+        return await self._hub.open(
+            request_id, after=after, expected=expected, patience_s=self._patience_s, whole=whole
+        )
 
     async def aclose(self) -> None:
         for client in self._queues.values():

@@ -51,6 +51,10 @@ class Feed:
                 with contextlib.suppress(RedisError, OSError):
                     await self._listener.subscribe(channel)
 
+    def followers(self) -> list[Subscription]:
+        """Every subscription."""
+        return [subscription for followers in self._channels.values() for subscription in followers]
+
     def first_followers(self) -> list[Subscription]:
         """One subscription of each request that is followed."""
         return [followers[0] for followers in self._channels.values() if followers]

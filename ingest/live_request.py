@@ -183,7 +183,7 @@ class LiveRequest:
             self._add("started", model=self.model, created=self.begun.created, **self.transcript.parsers)
             self._started_seq = self.begun.seq + len(self._events)
         if self.streams or self.ending is not None:
-            for index in sorted(self._token_ids.keys() | self._text.keys() | self._untold.keys()):
+            for index in sorted({*self._token_ids, *self._text, *self._untold}):
                 if self._is_comparable(index):
                     self._add_delta(index, self._token_ids.pop(index, []), "".join(self._text.pop(index, [])))
                     self._logprobs.pop(index, None)

@@ -60,7 +60,7 @@ class Call:
     @property
     def size(self) -> int:
         """About how many bytes its arguments have."""
-        return sum(len(arg) for arg in self.args if not isinstance(arg, int))
+        return sum([len(arg) for arg in self.args if not isinstance(arg, int)])
 
     @property
     def slot(self) -> str:

@@ -246,6 +246,8 @@ class WriteReply:
     @classmethod
     def read(cls, reply: bytes) -> WriteReply:
         status, *numbers = reply.decode().split()
+        if not numbers or numbers[1:] == ["0", "0", "0"]:  # nearly always, and it is read for every token
+            return cls(status, int(numbers[0]) if numbers else 0)  # type: ignore[arg-type]
         seq, cancel, expired, unwatched = (*(int(number) for number in numbers), 0, 0, 0, 0)[:4]
         return cls(status, seq, bool(cancel), bool(expired), bool(unwatched))  # type: ignore[arg-type]
 

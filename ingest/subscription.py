@@ -1,8 +1,8 @@
 """Reading a request's events without a gap: what is stored first, then live, and stored again whenever in doubt.
 
-One `EventHub` holds one pub/sub connection for all requests that a process follows. The channel is only quick; the
-`ev` stream is the truth. A live event that comes in order is taken as it is. A hole, a reader that lagged behind, a
-reconnection or a long silence leads to the stream, so losing every live message costs time and nothing else.
+The channel is only quick; the `ev` stream is the truth. A live event that comes in order is taken as it is. A hole, a
+reader that lagged behind, a reconnection or a long silence leads to the stream, so losing every live message costs time
+and nothing else.
 """
 
 from __future__ import annotations
@@ -13,29 +13,25 @@ import struct
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
-from redis.exceptions import RedisError
 
 from pagemill.engine.errors import RequestError
-from pagemill.ingest import scripts
 from pagemill.ingest.events import TERMINAL_STATES, Transcript, extend_chain
-from pagemill.ingest.feed import Feed
-from pagemill.ingest.keys import QueueKeys
-from pagemill.ingest.listener import listener_opener
-from pagemill.ingest.redis import Backoff, Client, is_unavailable
 from pagemill.ingest.replay import Event as Event
 from pagemill.ingest.replay import Replay
+
+if TYPE_CHECKING:
+    from pagemill.ingest.event_hub import EventHub
 
 PAGE = 1000  # events read from the stream at once
 MAX_RESTARTS = 8
 OVERDUE_MS = 30_000  # after its deadline a request that no engine ends is given up by who waits for it
 CLOCKS_APART_MS = 60_000  # of this machine and the server, at most; else it takes so much longer
-WATCH_TICK_S = 0.25
-EXPIRE = 16  # overdue requests ended in one go
 BUFFER = 256  # live events kept for a reader that is slower; beyond, it reads the stream
+SHEAF = 128  # live events that a reader who waits for the end takes at once
 
 _log = structlog.get_logger(__name__)
 
@@ -61,13 +57,23 @@ class Subscription:
     """The events of one request, from number `after` + 1 on; made by `EventHub.open`, ends with `done`.
 
     `expected`: the request is known to exist, so its record being away means that it was lost. Otherwise `patience_s`
-    is how long a request that nobody has heard of is waited for; None: for ever.
+    is how long a request that nobody has heard of is waited for; None: for ever. `whole`: its reader wants the end, and
+    need not be woken for each event before it.
 
     `watch_ms`: lease of those who watch, 0 where the request goes on without; None: not known yet. `renew_at`: when it
     is to be renewed or asked for, on the monotonic clock.
     """
 
-    def __init__(self, hub: EventHub, request_id: str, *, after: int, expected: bool, patience_s: float | None) -> None:
+    def __init__(
+        self,
+        hub: EventHub,
+        request_id: str,
+        *,
+        after: int,
+        expected: bool,
+        patience_s: float | None,
+        whole: bool = False,
+    ) -> None:
         shard = hub.keys.shard_of(request_id)
         self.request_id = request_id
         self.channel = shard.channel(request_id).encode()
@@ -83,6 +89,8 @@ class Subscription:
         self._wake = asyncio.Event()
         self._buffer: deque[tuple[int, bytes]] = deque()
         self._behind = False
+        self._whole = whole
+        self._overdue_at = float("inf")
         self.watch_ms: int | None = None
         self.renew_at = 0.0
         self.transcript = Transcript()
@@ -103,34 +111,42 @@ class Subscription:
         else:
             self._buffer.clear()
             self._behind = True
-        self._wake.set()
+        # No text looks like this, since its quotes are escaped. Where the end is written otherwise, `look` comes to it.
+        if not self._whole or len(self._buffer) >= SHEAF or b'"type":"done"' in data or self._behind:
+            self._wake.set()
 
     def fall_behind(self) -> None:
         """Live events may have been missed: look into the stream."""
         self._behind = True
         self._wake.set()
 
+    def look(self, now: float) -> None:
+        """Said now and then: a reader who has waited for `watchdog_s` takes what there is, or else reads the stream."""
+        if now >= self._overdue_at:
+            if not self._buffer:
+                self._behind = True
+            self._wake.set()
+
     async def events(self) -> AsyncGenerator[Event, None]:
         """Every event once, in order, up to and with `done`. Raises `request_lost` where there will be no `done`.
 
         If the server loses events that were told here, what replaces them is compared with them: see `Replay`.
         """
-        watchdog_s = self._hub.watchdog_s
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(watchdog_s):
+            async with asyncio.timeout(self._hub.watchdog_s):
                 await self._confirmed.wait()
         while True:
             self._wake.clear()
             self._behind = False
             try:
-                async for item in self._until_behind(watchdog_s):
+                async for item in self._until_behind():
                     yield item
                     if item["type"] == "done":
                         return
             except _RewrittenError:
                 self._start_over()
 
-    async def _until_behind(self, watchdog_s: float) -> AsyncGenerator[Event, None]:
+    async def _until_behind(self) -> AsyncGenerator[Event, None]:
         """What is stored, then what comes live, until the stream has to be looked at again."""
         found = False
         async for item in self._stored():
@@ -149,11 +165,9 @@ class Subscription:
                 continue
             if self._behind:
                 return
-            try:
-                async with asyncio.timeout(watchdog_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                return
+            self._overdue_at = time.monotonic() + self._hub.watchdog_s
+            await self._wake.wait()
+            self._overdue_at = float("inf")
             self._wake.clear()
 
     def say_watched(self, pipeline: Any, now: float) -> None:
@@ -311,102 +325,3 @@ class Subscription:
             yield {**common, "seq": self._last + 1, "type": "choice", **end}
         done = {"seq": max(seq, self._last + 1), "attempt": attempt, "type": "done", "state": state}
         yield {**done, "usage": usage or {}, "metrics": metrics or {}, **({"error": error} if error else {})}
-
-
-class EventHub:
-    """Follows any number of requests over one connection that listens; over one for each shard on a Cluster, where a
-    shard's channels are heard only at its node. Belongs to one event loop.
-
-    `watchdog_s`: silence after which the stream and the record are looked at.
-    """
-
-    def __init__(
-        self,
-        commands: Client,
-        keys: QueueKeys,
-        *,
-        watchdog_s: float = 5.0,
-        keeping: scripts.Keeping,
-    ) -> None:
-        self.keys = keys
-        self._keeping = keeping
-        self.watchdog_s = watchdog_s
-        self._commands = commands
-        self._open_listener = listener_opener(commands)
-        self._feeds: dict[str, Feed] = {}
-        self._watching: asyncio.Task[None] | None = None
-
-    async def open(
-        self, request_id: str, *, after: int = 0, expected: bool = False, patience_s: float | None = None
-    ) -> Subscription:
-        """Follow a request from event `after` + 1 on. Close the subscription when done with it."""
-        subscription = Subscription(self, request_id, after=after, expected=expected, patience_s=patience_s)
-        await self._feed(request_id).add(subscription)
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._keep_watch())
-        return subscription
-
-    async def close(self, subscription: Subscription) -> None:
-        await self._feed(subscription.request_id).remove(subscription)
-
-    async def expire(self, request_id: str) -> int:
-        """End what waits beyond its deadline on the request's shard. Returns the server's ms; 0 where it is away."""
-        call = scripts.sweep(self.keys.shard_of(request_id), "", first=0, count=EXPIRE, keeping=self._keeping)
-        try:
-            return int((await scripts.run_one(self._commands, call))[2])
-        except (RedisError, OSError):
-            return 0
-
-    async def command(self, *words: str | int) -> Any:
-        """A reading command, repeated while Redis is unavailable."""
-        backoff = Backoff()
-        while True:
-            try:
-                return await self._commands.execute_command(*words)
-            except (RedisError, OSError) as error:
-                if str(error).startswith("WRONGTYPE"):
-                    raise RequestError("request_lost", "a key of the request holds something else") from error
-                if not is_unavailable(error):
-                    raise
-            await backoff.sleep()
-
-    async def aclose(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-            self._watching = None
-        feeds = list(self._feeds.values())  # a request that still starts, or another who closes, may change them
-        self._feeds.clear()
-        for feed in feeds:
-            await feed.aclose()
-
-    async def _keep_watch(self) -> None:
-        """Say of every request that is followed, and wants to know, that somebody watches it."""
-        while True:
-            await asyncio.sleep(WATCH_TICK_S)
-            now = time.monotonic()
-            followed = [subscription for feed in self._feeds.values() for subscription in feed.first_followers()]
-            due = [item for item in followed if item.watch_ms != 0 and item.renew_at <= now]
-            if not due:
-                continue
-            pipeline = self._commands.pipeline(transaction=False)
-            for item in due:
-                item.say_watched(pipeline, now)
-            try:
-                replies = await self._commands.run_pipeline(pipeline)
-            except (RedisError, OSError) as error:
-                if not is_unavailable(error):
-                    raise
-                for item in due:
-                    item.renew_at = 0.0
-                continue
-            for item, reply in zip(due, replies, strict=True):
-                if item.watch_ms is None and isinstance(reply, list):
-                    item.learn(*reply)
-
-    def _feed(self, request_id: str) -> Feed:
-        shard = self.keys.shard_of(request_id) if self._commands.publishes_sharded else self.keys.shards[0]
-        # Any key of the shard names its slot.
-        if (feed := self._feeds.get(shard.tag)) is None:
-            feed = self._feeds[shard.tag] = Feed(self._open_listener, shard.statistics)
-        return feed

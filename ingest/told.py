@@ -22,8 +22,10 @@ class Told:
 
 def write_told(choices: Iterable[ChoiceTranscript], untold: Mapping[int, Told]) -> str:
     """`<tokens> <chain>` for each choice, with commas between; of those that are `untold` what had been told before."""
-    now = (untold.get(index, Told(len(choice.token_ids), choice.chain)) for index, choice in enumerate(choices))
-    return ",".join(f"{told.count} {told.chain}" for told in now)
+    words = [f"{len(choice.token_ids)} {choice.chain}" for choice in choices]
+    for index, told in untold.items():
+        words[index] = f"{told.count} {told.chain}"
+    return ",".join(words)
 
 
 def read_told(text: str) -> list[Told]:

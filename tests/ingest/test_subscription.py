@@ -22,6 +22,7 @@ from pagemill.ingest.entries import Entry
 from pagemill.ingest.events import NO_CHAIN, event, extend_chain
 from pagemill.ingest.keys import GROUP, QueueKeys
 from pagemill.ingest.redis import connect_commands
+from pagemill.ingest.subscription import SHEAF
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -170,6 +171,56 @@ def test_losing_live_messages_costs_nothing_but_time(
         await producer.aclose()
 
     run(scenario())
+
+
+def test_who_waits_for_the_end_is_not_woken_for_what_comes_before(queue_config: QueueConfig, run: Run) -> None:
+    """It takes a sheaf at a time; what lies there for as long as a silence may last it takes as well."""
+
+    async def scenario() -> None:
+        async with (
+            AsyncClient(queue_config, watchdog_s=600.0) as patient,
+            AsyncClient(queue_config, watchdog_s=0.2) as hasty,
+            AsyncClient(queue_config) as iterates,
+        ):
+            handle = await patient.submit(prompt="x")
+            waiting = [asyncio.create_task(client.attach(handle.id).result()) for client in (patient, hasty)]
+            taken = asyncio.create_task(collect(iterates.attach(handle.id).events()))
+            (held, soon) = [await follower(client) for client in (patient, hasty)]
+            producer = Producer(queue_config, handle.id)
+            await producer.begin()
+            for _ in range(SHEAF - 1):
+                await producer.delta()
+            async with asyncio.timeout(60):
+                while len(held._buffer) < SHEAF - 1 or soon._last < SHEAF - 1:
+                    await asyncio.sleep(0.005)
+            assert held._last == 0
+            await producer.delta()
+            await producer.delta()
+            async with asyncio.timeout(60):
+                while held._last < SHEAF or len(held._buffer) < 1:
+                    await asyncio.sleep(0.005)
+            await producer.done()
+            for result in await asyncio.gather(*waiting):
+                assert result.text == expected_text(SHEAF + 1)
+            assert [item["seq"] for item in await taken] == list(range(1, SHEAF + 4))
+            await producer.aclose()
+
+    run(scenario())
+
+
+async def follower(client: AsyncClient) -> Any:
+    """A client's only subscription, once it waits for what comes live."""
+    async with asyncio.timeout(60):
+        while True:
+            for feed in client._hub._feeds.values():
+                for subscription in feed.followers():
+                    if subscription._overdue_at < float("inf"):
+                        return subscription
+            await asyncio.sleep(0.005)
+
+
+async def collect(items: Any) -> list[Any]:
+    return [item async for item in items]
 
 
 def test_a_hole_in_the_live_messages_is_filled_at_once(
