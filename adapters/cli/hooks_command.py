@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 import orjson
-from redis.exceptions import RedisError
 
+from pagemill.adapters.cli.foreign_words import cut, harmless, utc
+from pagemill.adapters.cli.queue_access import on_queue
 from pagemill.adapters.cli.settings import Settings
-from pagemill.adapters.cli.status import DONE, FAILED, UnreachableError
+from pagemill.adapters.cli.status import DONE, FAILED
 from pagemill.adapters.webhook.secret_store import SecretStore
 from pagemill.engine.errors import ConfigError, RequestError, invalid
 from pagemill.ingest.callback import check_url
-from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.deliveries import Deliveries
-from pagemill.ingest.redis import connect_commands, is_unavailable
-
-CUT = 72  # characters of an error in the list
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -30,12 +25,9 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         return _rotate(args, settings)
     if args.hooks == "retry" and bool(args.ids) == args.all:
         raise ConfigError("pagemill hooks retry wants the ids of deliveries, or --all")
-    try:
-        return asyncio.run(_run(args, settings.queue()))
-    except (RedisError, OSError) as error:
-        if isinstance(error, RedisError) and not is_unavailable(error):
-            raise
-        raise UnreachableError(str(error)) from error
+    queue = settings.queue()
+    command = {"list": _list, "retry": _retry, "disable": _disable, "enable": _enable}[args.hooks]
+    return on_queue(queue, "pagemill-hooks", lambda client: command(Deliveries(client, queue), args))
 
 
 def _rotate(args: argparse.Namespace, settings: Settings) -> int:
@@ -48,16 +40,6 @@ def _rotate(args: argparse.Namespace, settings: Settings) -> int:
     beside = f"; {old} older sign beside it for {args.keep_h:g} h" if old > 0 else ""
     print(f"{args.name} in {store.path}{beside}", file=sys.stderr)
     return DONE
-
-
-async def _run(args: argparse.Namespace, queue: QueueConfig) -> int:
-    client = connect_commands(queue.redis_url, "pagemill-hooks")
-    deliveries = Deliveries(client, queue)
-    command = {"list": _list, "retry": _retry, "disable": _disable, "enable": _enable}[args.hooks]
-    try:
-        return await command(deliveries, args)
-    finally:
-        await client.aclose()
 
 
 async def _list(deliveries: Deliveries, args: argparse.Namespace) -> int:
@@ -79,7 +61,7 @@ async def _list(deliveries: Deliveries, args: argparse.Namespace) -> int:
         if args.json:
             print(orjson.dumps({"off": url, "since": int(since), "reason": reason}).decode())
         else:
-            print(_harmless(f"off since {_time(int(since))}: {url} ({reason})"))
+            print(harmless(f"off since {utc(int(since))}: {url} ({reason})"))
     if not rows and not args.json:
         print("no webhooks wait, none were given up", file=sys.stderr)
     return DONE
@@ -92,11 +74,10 @@ def _row(args: argparse.Namespace, name: str, what: str, at_ms: int, item: Any) 
         shown |= {"url": item.url, "at": at_ms}
         print(orjson.dumps({**shown, "tries": item.tries, "status": status, "error": item.error}).decode())
         return
-    error = item.error if len(item.error) <= CUT else item.error[: CUT - 3] + "..."
-    told = f" {item.status} {error}".rstrip() if item.status or error else ""
+    told = f" {item.status} {cut(item.error)}".rstrip() if item.status or item.error else ""
     print(
-        _harmless(
-            f"{name} {what:<9} {_time(at_ms)} tries {item.tries} {item.type} {item.request_id} of {item.tenant} "
+        harmless(
+            f"{name} {what:<9} {utc(at_ms)} tries {item.tries} {item.type} {item.request_id} of {item.tenant} "
             f"{item.url}{told}"
         )
     )
@@ -104,10 +85,11 @@ def _row(args: argparse.Namespace, name: str, what: str, at_ms: int, item: Any) 
 
 async def _retry(deliveries: Deliveries, args: argparse.Namespace) -> int:
     wanted = set(args.ids)
-    failed = 0
+    found = failed = 0
     async for letter in deliveries.dead():
         if not (args.all and args.tenant in (None, letter.tenant)) and letter.delivery_id not in wanted:
             continue
+        found += 1
         wanted.discard(letter.delivery_id)
         try:
             await deliveries.retry(letter)
@@ -116,15 +98,18 @@ async def _retry(deliveries: Deliveries, args: argparse.Namespace) -> int:
             print(f"{letter.delivery_id}: {error.code}: {error.message}", file=sys.stderr)
         else:
             print(f"{letter.delivery_id}: is sent again")
+    if args.all and not found:
+        whose = "" if args.tenant is None else f" of {args.tenant}"
+        print(harmless(f"no webhooks{whose} were given up"), file=sys.stderr)
     for name in sorted(wanted):
         failed += 1
-        print(_harmless(f"{name[:80]}: no such webhook was given up"), file=sys.stderr)
+        print(harmless(f"{name[:80]}: no such webhook was given up"), file=sys.stderr)
     return FAILED if failed else DONE
 
 
 async def _disable(deliveries: Deliveries, args: argparse.Namespace) -> int:
     await deliveries.disable(check_url(args.url), "by hand", int(time.time() * 1000))
-    print(_harmless(f"{args.url}: nothing is sent there any more"))
+    print(harmless(f"{args.url}: nothing is sent there any more"))
     return DONE
 
 
@@ -132,14 +117,5 @@ async def _enable(deliveries: Deliveries, args: argparse.Namespace) -> int:
     if not args.url:
         raise invalid("a URL is needed", "url")
     await deliveries.enable(args.url)
-    print(_harmless(f"{args.url}: webhooks are sent there again; `pagemill hooks retry` sends what was given up"))
+    print(harmless(f"{args.url}: webhooks are sent there again; `pagemill hooks retry` sends what was given up"))
     return DONE
-
-
-def _time(ms: int) -> str:
-    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _harmless(line: str) -> str:
-    """Without what a terminal would take for a command: URLs and errors are other people's words."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)

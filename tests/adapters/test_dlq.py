@@ -38,7 +38,8 @@ def test_letters_are_listed_shown_sent_again_and_removed(
         shown = capsys.readouterr()
         return status, shown.out, shown.err
 
-    assert dlq("list") == (0, "", "no dead letters\n")
+    for words in (("list",), ("retry", "--all")):
+        assert dlq(*words) == (0, "", "no dead letters\n")
     good = letter(client, v="1", id="a", body=BODY, tenant="acme")
     # A producer may call its fields as it likes, and send any bytes.
     strange = letter(client, reason="mine", id=b"\xff\x1b[31m", v="9")

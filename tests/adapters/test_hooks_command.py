@@ -38,6 +38,8 @@ def test_the_outbox_is_listed_and_what_was_given_up_is_sent_again(
     status, newer, told = hooks("rotate-secret", "default", "--keep-h", "2")
     assert newer != secret and "for 2 h" in told
     assert hooks("list") == (0, "", "no webhooks wait, none were given up\n")
+    assert hooks("retry", "--all") == (0, "", "no webhooks were given up\n")
+    assert hooks("retry", "--all", "--tenant", "a\x1bb") == (0, "", "no webhooks of a\\x1bb were given up\n")
 
     blocked = "https://10.0.0.1/hook"
     run(put(queue_config, blocked))
