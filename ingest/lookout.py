@@ -60,7 +60,7 @@ class Lookout:
         self._client = client
         self._config = config
         self._stopping = stopping
-        self._is_full = is_full
+        self._has_no_room = is_full
         self._may_reap = may_reap
         self._on_given = on_given
         self._admission = scripts.Admission.of(config)
@@ -85,6 +85,9 @@ class Lookout:
             sweeping.cancel()
             await asyncio.gather(sweeping, return_exceptions=True)
             await reader.aclose()
+
+    def _is_full(self) -> bool:
+        return self._has_no_room() and not self._stopping.is_set()
 
     async def _look(self, reader: Any) -> None:
         """Wait until the engine is full, then look at what comes until it is not."""

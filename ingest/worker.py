@@ -27,7 +27,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Container, Coroutine, Iterable
+from collections.abc import Container, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -53,6 +53,7 @@ from pagemill.ingest.quarantine import Quarantine
 from pagemill.ingest.redis import Client, connect_commands, may_pass
 from pagemill.ingest.starter import Starter
 from pagemill.ingest.stream_reader import StreamReader
+from pagemill.ingest.tasks import end, first_of
 from pagemill.ingest.tenant_lines import TenantLines
 
 MAX_STARTING = 4  # entries between delivery and the engine's queue
@@ -130,7 +131,9 @@ class Worker:
             tasks = [death, stopping, *map(asyncio.create_task, loops)]
             readers = [asyncio.create_task(self._read(shard)) for shard in self._keys.shards]
             _log.info("engine serves the queue", queue=self._config.queue, owner=self.owner)
-            await _first_of([*tasks, *readers])
+            for ended in await first_of([*tasks, *readers]):
+                if isinstance(ended, EngineDeadError):
+                    raise ended
             self._stopping.set()
             await self._drain(readers, death)
         except asyncio.CancelledError:
@@ -138,7 +141,7 @@ class Worker:
             raise
         finally:
             self._stopping.set()
-            await _end([*tasks, *self._serving])
+            await end([*tasks, *self._serving])
             await self._hand_on()
             # Readers are not cancelled: a cancelled read could strand the entry that it was being given.
             await asyncio.gather(*readers, return_exceptions=True)
@@ -198,11 +201,11 @@ class Worker:
             else:
                 await self._give_back()
         finally:
-            await _end([waiter])
+            await end([waiter])
 
     async def _give_back(self) -> None:
         """Publish what the running requests have so far and leave them to the next engine."""
-        await _end(list(self._serving))
+        await end(list(self._serving))
         lives = [live for live in self._live.values() if live.ending is None]
         if lives:
             _log.warning("stopping: requests are given back", requests=len(lives))
@@ -252,10 +255,6 @@ class Worker:
             self._spawn(self._serve(entry))
 
     def _lookout(self, shard: ShardKeys) -> Lookout:
-        def is_full() -> bool:
-            takes_nothing = not self._engine.has_room() or not self._quarantine.is_clear
-            return takes_nothing and not self._stopping.is_set()
-
         def on_given(entry: Entry) -> None:
             self._spawn(self._take_on(entry))
 
@@ -266,7 +265,7 @@ class Worker:
             self._client,
             self._config,
             self._stopping,
-            is_full=is_full,
+            is_full=lambda: not self._engine.has_room() or not self._quarantine.is_clear,
             may_reap=lambda: self._lease.may_reap,
             on_given=on_given,
         )
@@ -283,7 +282,7 @@ class Worker:
                 room = asyncio.create_task(self._engine.wait_for_room())
                 stopping = asyncio.create_task(self._stopping.wait())
                 await asyncio.wait({room, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                await _end([room, stopping])
+                await end([room, stopping])
         return False
 
     async def _serve(self, entry: Entry) -> None:
@@ -425,18 +424,3 @@ class Worker:
         else:
             # Another engine may have had it and died: then it may be ours again, adopted while it was still known here.
             self._readers[entry.shard].look_again()
-
-
-async def _first_of(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Wait until one task has ended; raise its error if it has one."""
-    done, _ = await asyncio.wait(list(tasks), return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
-        if isinstance(result := task.result(), EngineDeadError):
-            raise result
-
-
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    pending = list(tasks)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
