@@ -1,7 +1,8 @@
 """The arrays of one step, made from what the scheduler decided. Work is proportional to the batch, not to the requests.
 
-Positions, slots and tables are computed for the whole batch at once; only what lies in Python lists (token ids, block
-ids, parameters) is walked.
+What a sequence brings to every step, its block table and how its tokens are drawn, is kept in rows (`batch_rows`). A
+step that only draws one token more for each sequence, as most do, also keeps the arrays themselves and fills them
+anew. Other steps, with chunks of prompts, drafts, several choices or beams, are computed for the whole batch at once.
 """
 
 from __future__ import annotations
@@ -12,23 +13,15 @@ from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from pagemill.engine.batch_rows import BatchRows
 from pagemill.engine.logit_edits import RuledRows, collect_edits
 from pagemill.engine.scheduler_output import ScheduledSequence
-from pagemill.kernels.metadata import AttentionMetadata
+from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
 from pagemill.kernels.ops import LogitEdits, SampleBatch
 
-_DRAW = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_k", np.int32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("seed", np.uint64),
-        ("position", np.int64),
-        ("index", np.int32),
-    ]
-)
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,65 +51,198 @@ class PromptRows:
 class StepBatch:
     """T tokens of S sequences. R rows of logits are wanted after, and D draws made from them.
 
-    token_ids int64 [T]. sample_rows int64 [R]: which tokens' logits. sampled: whose they are. edits: what is done to
-    them first. draw_rows int64 [D]: which of the R rows each draw is from, several times the same one where several
-    choices begin; sampling: how they are made. prompts: log-probabilities of prompt tokens, of other rows.
+    token_ids int64 [T] and wanted int64 [R + P], on the device: the latter says of which tokens hidden states are
+    wanted, first the R whose logits are sampled from, then those of `prompts`. sampled: whose rows the R are; None
+    where each is another sequence's, from which one token is drawn and nothing else wanted. edits: what is done to them
+    first. draw_rows int64 [D]: which of the R rows each draw is from, several times the same one where several choices
+    begin; sampling: how they are made. prompts: log-probabilities of prompt tokens, of other rows.
+
+    Valid until the next batch is built: arrays are used again.
     """
 
-    token_ids: npt.NDArray[np.int64]
+    token_ids: torch.Tensor
     meta: AttentionMetadata
-    sample_rows: npt.NDArray[np.int64]
-    sampled: list[SampledRows]
+    wanted: torch.Tensor
+    num_rows: int
+    sampled: list[SampledRows] | None
     edits: LogitEdits | None
-    draw_rows: npt.NDArray[np.int64]
+    draw_rows: IntArray
     sampling: SampleBatch
     prompts: list[PromptRows]
 
 
-def build_batch(scheduled: Sequence[ScheduledSequence], *, block_size: int, vocab_size: int, device: str) -> StepBatch:
-    """Arrays for one step; `scheduled` has at least one sequence, each with at least one token."""
-    count = len(scheduled)
-    num_tokens = np.fromiter((item.num_tokens for item in scheduled), np.int64, count)
-    starts = np.fromiter((item.start for item in scheduled), np.int64, count)
-    query_start = np.zeros(count + 1, np.int64)
-    np.cumsum(num_tokens, out=query_start[1:])
-    total = int(query_start[-1])
-    token_ids = np.fromiter(chain.from_iterable(map(_token_ids, scheduled)), np.int64, total)
-    seq_lens = starts + num_tokens
-    tables = _block_tables(scheduled, -(-seq_lens // block_size))
-    sequence = np.repeat(np.arange(count), num_tokens)
-    positions = np.arange(total) - query_start[sequence] + starts[sequence]
-    slots = tables[sequence, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    meta = AttentionMetadata.build(
-        query_start=query_start,
-        seq_lens=seq_lens,
-        block_tables=tables,
-        slot_mapping=slots,
-        positions=positions,
-        device=device,
-    )
-    sampled, ends = _sampled_rows(scheduled, query_start[1:].tolist())
-    rows = sampled[-1].first + sampled[-1].count if sampled else 0
-    sample_rows = (
-        np.array(ends, np.int64)
-        if rows == len(sampled)
-        else np.concatenate([np.arange(end - each.count + 1, end + 1) for each, end in zip(sampled, ends, strict=True)])
-    )
-    ruled = [
-        RuledRows(each.first, each.item.request, each.item.request.rules, each.item.drafts)
-        for each in sampled
-        if each.item.request.rules is not None
-    ]
-    return StepBatch(
-        token_ids=token_ids,
-        meta=meta,
-        sample_rows=sample_rows,
-        sampled=sampled,
-        edits=collect_edits(ruled, vocab_size) if ruled else None,
-        draw_rows=_draw_rows(sampled),
-        sampling=_sampling(sampled),
-        prompts=_prompt_rows(scheduled, query_start.tolist()),
-    )
+class BatchBuilder:
+    """Makes the batches of one engine's steps, one after the other, for a pool of blocks of `block_size` tokens."""
+
+    def __init__(self, *, block_size: int, vocab_size: int, device: str) -> None:
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows = BatchRows()
+        self._decodes: _Decodes | None = None
+
+    def build(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
+        """`scheduled` has at least one sequence, each with at least one token."""
+        rows = self._rows
+        if rows.update([item.request for item in scheduled], [item.block_ids for item in scheduled]):
+            self._decodes = None
+        one_draw, only_decodes = (False, False) if rows.marked else _kind(scheduled)
+        if not only_decodes:
+            return self._step(scheduled, one_draw=one_draw)
+        if self._decodes is None:
+            self._decodes = _Decodes(rows, self._block_size, self._device)
+        return self._decodes.fill(scheduled)
+
+    def _step(self, scheduled: Sequence[ScheduledSequence], *, one_draw: bool) -> StepBatch:
+        """A step of any kind. `one_draw`: no sampled sequence wants more than one."""
+        count, size = len(scheduled), self._block_size
+        num_tokens = np.array([item.num_tokens for item in scheduled])
+        starts = np.array([item.start for item in scheduled])
+        query_start = np.zeros(count + 1, np.int64)
+        np.cumsum(num_tokens, out=query_start[1:])
+        total = int(query_start[-1])
+        token_ids = np.fromiter(chain.from_iterable(map(_token_ids, scheduled)), np.int64, total)
+        sequence = np.repeat(np.arange(count), num_tokens)
+        positions = np.arange(total) - query_start[sequence] + starts[sequence]
+        tables = self._rows.tables
+        slots = tables[sequence, positions // size].astype(np.int64) * size + positions % size
+        meta = AttentionMetadata.build(
+            query_start=query_start,
+            seq_lens=starts + num_tokens,
+            block_tables=tables,
+            slot_mapping=slots,
+            positions=positions,
+            device=self._device,
+        )
+        if one_draw:
+            owners = np.array([place for place, item in enumerate(scheduled) if item.samples], np.int64)
+            outputs = np.array([len(item.request.output_token_ids) for item in scheduled], np.int64)
+            return StepBatch(
+                token_ids=self._on_device(token_ids),
+                meta=meta,
+                wanted=self._on_device(query_start[owners + 1] - 1),
+                num_rows=len(owners),
+                sampled=None,
+                edits=None,
+                draw_rows=np.arange(len(owners)),
+                sampling=_sampling(self._rows, owners, outputs[owners]),
+                prompts=[],
+            )
+        first_tokens = query_start.tolist()
+        sampled, wanted = _sampled_rows(scheduled, first_tokens[1:])
+        num_rows = len(wanted)
+        ruled = [
+            RuledRows(each.first, each.item.request, each.item.request.rules, each.item.drafts)
+            for each in sampled
+            if each.item.request.rules is not None
+        ]
+        prompts = _prompt_rows(scheduled, first_tokens)
+        for prompt in prompts:
+            wanted += range(prompt.first, prompt.first + len(prompt.token_ids))
+        draw_rows, sampling = self._draws(scheduled, sampled)
+        return StepBatch(
+            token_ids=self._on_device(token_ids),
+            meta=meta,
+            wanted=self._on_device(np.array(wanted, np.int64)),
+            num_rows=num_rows,
+            sampled=sampled,
+            edits=collect_edits(ruled, self._vocab_size) if ruled else None,
+            draw_rows=draw_rows,
+            sampling=sampling,
+            prompts=prompts,
+        )
+
+    def _draws(
+        self, scheduled: Sequence[ScheduledSequence], sampled: Sequence[SampledRows]
+    ) -> tuple[IntArray, SampleBatch]:
+        """Of which row each draw is, and how it is made: in each seat's own noise, or along the drafts."""
+        owners = [place for place, item in enumerate(scheduled) if item.samples]
+        counts = np.array([each.num_draws for each in sampled], np.int64)
+        first_draws = np.array([each.first_draw for each in sampled], np.int64)
+        further = np.arange(counts.sum()) - np.repeat(first_draws, counts)  # the draw's number among its sequence's
+        drafted = np.repeat(np.array([each.count > 1 for each in sampled], bool), counts)
+        along = np.where(drafted, further, 0)
+        outputs = np.array([len(each.item.request.output_token_ids) for each in sampled], np.int64)
+        sampling = _sampling(
+            self._rows, np.repeat(np.array(owners, np.int64), counts), np.repeat(outputs, counts) + along
+        )
+        sampling.index[:] += (further - along).astype(np.int32)
+        return np.repeat(np.array([each.first for each in sampled], np.int64), counts) + along, sampling
+
+    def _on_device(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+class _Decodes:
+    """A step of which each sequence is drawn one token more: its arrays, for as long as the sequences are the same."""
+
+    def __init__(self, rows: BatchRows, block_size: int, device: str) -> None:
+        count = len(rows.requests)
+        self._requests = rows.requests
+        self._block_size = block_size
+        self._device = device
+        self._places = np.arange(count)
+        self._token_ids = np.zeros(count, np.int64)
+        self._outputs = np.zeros(count, np.int64)
+        self._sampling = _sampling(rows, self._places, self._outputs)
+        self._host = HostMetadata(
+            query_start=np.arange(count + 1, dtype=np.int32),
+            seq_lens=np.zeros(count, np.int32),
+            block_tables=rows.tables,
+            slot_mapping=np.zeros(count, np.int64),
+            positions=np.zeros(count, np.int64),
+        )
+        host = self._host
+        self._tensors = [
+            torch.from_numpy(array)
+            for array in (
+                self._token_ids,
+                self._places,
+                host.query_start,
+                host.seq_lens,
+                host.block_tables,
+                host.slot_mapping,
+                host.positions,
+            )
+        ]
+
+    def fill(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
+        host, size = self._host, self._block_size
+        starts = [item.start for item in scheduled]
+        # What decides the next token is the last one known.
+        self._token_ids[:] = [(each.output_token_ids or each.prompt_token_ids)[-1] for each in self._requests]
+        self._outputs[:] = [len(each.output_token_ids) for each in self._requests]
+        host.positions[:] = starts
+        np.add(host.positions, 1, out=host.seq_lens, casting="unsafe")
+        host.slot_mapping[:] = [
+            item.block_ids[start // size] * size + start % size for item, start in zip(scheduled, starts, strict=True)
+        ]
+        tensors = self._tensors
+        if self._device != "cpu":
+            tensors = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+        token_ids, wanted, query_start, seq_lens, block_tables, slot_mapping, positions = tensors
+        return StepBatch(
+            token_ids=token_ids,
+            meta=AttentionMetadata(query_start, seq_lens, block_tables, slot_mapping, positions, host),
+            wanted=wanted,
+            num_rows=len(scheduled),
+            sampled=None,
+            edits=None,
+            draw_rows=self._places,
+            sampling=self._sampling,
+            prompts=[],
+        )
+
+
+def _kind(scheduled: Sequence[ScheduledSequence]) -> tuple[bool, bool]:
+    """Whether no sequence wants more than one draw; and whether that is all, each having one token to compute."""
+    only_decodes = True
+    for item in scheduled:
+        if item.drafts or item.top or item.request.seats > 1:
+            return False, False
+        if item.num_tokens != 1 or not item.samples:
+            only_decodes = False
+    return True, only_decodes
 
 
 def _token_ids(item: ScheduledSequence) -> list[int]:
@@ -124,58 +250,26 @@ def _token_ids(item: ScheduledSequence) -> list[int]:
     return [*known, *item.drafts] if item.drafts else known
 
 
-def _block_tables(scheduled: Sequence[ScheduledSequence], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """int32 [S, W], W the longest; entries past a sequence's length point at the null block."""
-    tables = np.zeros((len(scheduled), int(lengths.max())), np.int32)
-    inside = np.arange(tables.shape[1]) < lengths[:, None]
-    needed = zip(scheduled, lengths.tolist(), strict=True)
-    tables[inside] = np.fromiter(
-        chain.from_iterable(item.block_ids[:length] for item, length in needed), np.int32, int(lengths.sum())
-    )
-    return tables
+def _sampling(rows: BatchRows, owners: IntArray, positions: IntArray) -> SampleBatch:
+    """Draws for the sequences in the rows `owners`, of their tokens number `positions`."""
+    columns = {name: rows.draws[name][owners] for name in rows.draws.dtype.names or ()}
+    return SampleBatch(position=positions, **columns)
 
 
 def _sampled_rows(scheduled: Sequence[ScheduledSequence], ends: Sequence[int]) -> tuple[list[SampledRows], list[int]]:
-    """The rows of every sampled sequence, and the last token of each in the step."""
+    """The rows of every sampled sequence, and which tokens of the step these are of."""
     sampled: list[SampledRows] = []
-    last: list[int] = []
-    row = draw = 0
+    tokens: list[int] = []
+    draw = 0
     for item, end in zip(scheduled, ends, strict=True):
         if not item.samples:
             continue
         count = 1 + len(item.drafts)
         draws = 0 if item.top else max(item.request.seats, count)
-        sampled.append(SampledRows(item, row, count, draw, draws))
-        last.append(end - 1)
-        row += count
+        sampled.append(SampledRows(item, len(tokens), count, draw, draws))
+        tokens += range(end - count, end)
         draw += draws
-    return sampled, last
-
-
-def _draw_rows(sampled: Sequence[SampledRows]) -> npt.NDArray[np.int64]:
-    if all(each.num_draws == each.count for each in sampled):
-        return np.arange(sum(each.count for each in sampled))
-    rows = [each.first + (place if each.count > 1 else 0) for each in sampled for place in range(each.num_draws)]
-    return np.array(rows, np.int64)
-
-
-def _sampling(sampled: Sequence[SampledRows]) -> SampleBatch:
-    total = sum(each.num_draws for each in sampled)
-    table = np.fromiter(chain.from_iterable(map(_draws, sampled)), _DRAW, total)
-    return SampleBatch(**{name: np.ascontiguousarray(table[name]) for name in _DRAW.names or ()})
-
-
-def _draws(each: SampledRows) -> list[tuple[float, int, float, float, int, int, int]]:
-    """How the sequence's draws are made: in each seat's own noise, or along the drafts."""
-    request = each.item.request
-    params, seed, index = request.params, request.seed, request.index
-    position = len(request.output_token_ids)
-    first = (params.temperature, params.top_k, params.top_p, params.min_p, seed, position, index)
-    if each.num_draws == 1:
-        return [first]
-    if each.count > 1:
-        return [(*first[:5], position + place, index) for place in range(each.num_draws)]
-    return [(*first[:6], index + seat) for seat in range(each.num_draws)]
+    return sampled, tokens
 
 
 def _prompt_rows(scheduled: Sequence[ScheduledSequence], starts: Sequence[int]) -> list[PromptRows]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import structlog
 import torch
 
 from pagemill.engine import openmp
-from pagemill.engine.batch import PromptRows, build_batch
+from pagemill.engine.batch import BatchBuilder, PromptRows
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.device import device_of
 from pagemill.engine.errors import ConfigError
@@ -86,6 +85,7 @@ class ModelRunner:
         loading = Loading(checkpoint, self._ops, self._dtype, self.device, self.quantization)
         with torch.inference_mode():
             self._model = load_model(folder, loading, config.max_model_len)
+        self._batches = BatchBuilder(block_size=config.block_size, vocab_size=self.spec.vocab_size, device=self.device)
         self.weight_bytes = dict(loading.loaded)
         del checkpoint, loading
         weights = meter.held() - before
@@ -149,20 +149,10 @@ class ModelRunner:
     def _compute(self, scheduled: list[ScheduledSequence], pool: KVPool) -> StepResult:
         if not scheduled:
             return StepResult()
-        batch = build_batch(
-            scheduled,
-            block_size=pool.layout.block_size,
-            vocab_size=self.spec.vocab_size,
-            device=self.device,
-        )
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device, non_blocking=True)
-        rows = batch.sample_rows
-        for prompt in batch.prompts:
-            rows = np.concatenate((rows, np.arange(prompt.first, prompt.first + len(prompt.token_ids))))
-        wanted = torch.from_numpy(rows).to(self.device, non_blocking=True)
-        hidden = self._model.forward(token_ids, batch.meta, pool.layers, wanted)
+        batch = self._batches.build(scheduled)
+        hidden = self._model.forward(batch.token_ids, batch.meta, pool.layers, batch.wanted)
         result = StepResult()
-        sampled = len(batch.sample_rows)
+        sampled = batch.num_rows
         if sampled:
             logits = self._model.logits(hidden[:sampled] if batch.prompts else hidden)
             result.sampled = sample_step(logits, batch, self._ops)

@@ -1,15 +1,18 @@
 """Where a step's time goes: clocks around an engine's parts, put on and taken off again from outside.
 
-Nothing of it is in the engine's own path. A clock counts a part's own time, without the parts that it calls, so that
-the parts sum up to the whole. Around the layers that are computed in one call there is one clock; to see inside, the
-same layers are computed operation by operation (`by_operation`), which gives the same bits and costs what calling each
-from Python costs.
+Nothing of it is in the engine's own path. A clock counts a part's own time, without the parts that it calls and the
+clocks' own work, so that the parts sum up to the whole. Compiled kernels have clocks too: what a part takes beside them
+is Python's. Around the layers that are computed in one call there is one clock; to see inside, the same
+layers are computed operation by operation (`by_operation`), which gives the same bits and costs what calling each from
+Python costs.
 
 For the CPU: on a GPU a call returns before its work is done.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,9 +33,11 @@ LAYERS = "layers in one call"
 
 @dataclass(slots=True)
 class Part:
-    """What a part took: seconds of its own, calls, bytes that it had to read or write, operations on numbers."""
+    """What a part took: seconds of its own, those of them in compiled kernels, calls, bytes that it had to read or
+    write, operations on numbers."""
 
     seconds: float = 0.0
+    compiled: float = 0.0
     calls: int = 0
     bytes: int = 0
     flops: int = 0
@@ -48,7 +53,9 @@ class Profiler:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._runner: Any = core._runner
-        self._inner: list[float] = []  # seconds of the parts that the running part has called
+        # Of each part that is running, the outermost first:
+        self._inner: list[float] = []  # seconds that are not its own
+        self._compiled: list[float] = []  # seconds in kernels
         self.parts: dict[str, Part] = {}
 
     @property
@@ -58,6 +65,11 @@ class Profiler:
     @property
     def seconds(self) -> float:
         return sum(part.seconds for part in self.parts.values())
+
+    @property
+    def python(self) -> float:
+        """Seconds of the whole that were spent outside of compiled kernels."""
+        return sum(part.seconds - part.compiled for part in self.parts.values())
 
     @contextmanager
     def attached(self, *, by_operation: bool = False) -> Iterator[None]:
@@ -78,6 +90,8 @@ class Profiler:
             for name, work in _OPERATIONS.items():
                 if hasattr(runner.ops, name):
                     stack.enter_context(self._around(runner.ops, name, work))
+            for module, name in _kernels() if runner.ops.name == "cpu" else ():
+                stack.enter_context(_replaced(module, name, self._clocked_kernel(getattr(module, name))))
             yield
 
     @contextmanager
@@ -86,24 +100,49 @@ class Profiler:
 
         def clocked(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)
+            self._compiled.append(0.0)
             before = time.perf_counter()
             try:
                 result = function(*args, **kwargs)
             finally:
                 elapsed = time.perf_counter() - before
-                inner = self._inner.pop()
-                if self._inner:
-                    self._inner[-1] += elapsed
+                inner, compiled = self._inner.pop(), self._compiled.pop()
             label, size, flops = work(args, result)
             part = self.parts.setdefault(label, Part())
             part.seconds += elapsed - inner
+            part.compiled += compiled
             part.calls += 1
             part.bytes += size
             part.flops += flops
+            if self._inner:
+                self._inner[-1] += time.perf_counter() - before
             return result
 
         with _replaced(owner, name, clocked):
             yield
+
+    def _clocked_kernel(self, kernel: Any) -> Callable[..., Any]:
+        stepping = threading.get_ident()
+
+        def clocked(*args: Any) -> Any:
+            before = time.perf_counter()
+            result = kernel(*args)
+            if self._compiled and threading.get_ident() == stepping:  # and not a helper, who is there all the time
+                self._compiled[-1] += time.perf_counter() - before
+            return result
+
+        # A kernel that is compiled meanwhile and calls this one sees what is behind the clock.
+        clocked._numba_type_ = kernel._numba_type_  # type: ignore[attr-defined]
+        return clocked
+
+
+def _kernels() -> list[tuple[Any, str]]:
+    """Where Python finds the compiled kernels: modules and names in them."""
+    from pagemill.kernels.cpu.jit import entries
+
+    known = {id(kernel) for kernel in entries()}
+    modules = [module for name, module in sys.modules.items() if name.startswith("pagemill.kernels.cpu.")]
+    return [(module, name) for module in modules for name, value in vars(module).items() if id(value) in known]
 
 
 @contextmanager

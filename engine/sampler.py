@@ -20,6 +20,8 @@ from pagemill.kernels.ops import Ops
 
 def sample_step(logits: torch.Tensor, batch: StepBatch, ops: Ops) -> list[Sampled]:
     """Sample every sequence of a step from its rows of logits float32 [R, V], which are changed."""
+    if batch.sampled is None:
+        return [Sampled([token_id]) for token_id in ops.sample(logits, batch.sampling).tolist()]
     told = _told_draws(batch.sampled)
     raw = _rows(logits, batch.draw_rows[[draw for draw, _ in told]]) if told else None
     searched = [each for each in batch.sampled if each.item.top]

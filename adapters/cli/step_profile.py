@@ -47,8 +47,14 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             begun = time.perf_counter()
             tokens = _generate(llm, rows, args.temperature)
             wall = time.perf_counter() - begun
-        table = {"by_operation": by_operation, "wall_s": wall, "output_tokens": tokens, "tokens_per_s": tokens / wall}
-        tables.append(table | {"steps": profiler.steps, "limits": limits, "parts": _rows(profiler)})
+        table: dict[str, Any] = {
+            "by_operation": by_operation,
+            "wall_s": wall,
+            "output_tokens": tokens,
+            "tokens_per_s": tokens / wall,
+        }
+        table |= {"steps": profiler.steps, "python": profiler.python / profiler.seconds, "limits": limits}
+        tables.append(table | {"parts": _rows(profiler)})
     print(json.dumps(tables) if args.json else "\n\n".join(shown(table) for table in tables), flush=True)
     return 0
 
@@ -98,6 +104,7 @@ def _row(name: str, part: Part, profiler: Profiler) -> dict[str, Any]:
     return {
         "part": name,
         "ms_per_step": part.seconds / profiler.steps * 1e3,
+        "python_ms": (part.seconds - part.compiled) / profiler.steps * 1e3,
         "share": part.seconds / profiler.seconds,
         "us_per_call": part.seconds / part.calls * 1e6,
         "calls_per_step": part.calls / profiler.steps,
@@ -115,13 +122,16 @@ def shown(table: dict[str, Any]) -> str:
         f"{table['steps']} steps",
         f"probed before: memory is read at {limits['read_gb_s']:.1f} GB/s, bfloat16 multiplied at "
         f"{limits['bfloat16_gflop_s']:.0f} GFLOP/s",
-        f"{'part':32} {'ms/step':>8} {'share':>6} {'us/call':>9} {'calls':>6} {'GB/s':>6} {'GFLOP/s':>8} of limit",
+        f"{'part':32} {'ms/step':>8} {'python':>7} {'share':>6} {'us/call':>9} {'calls':>6} {'GB/s':>6} {'GFLOP/s':>8} "
+        "of limit",
     ]
     for row in table["parts"]:
         reached = max(row["gb_s"] / limits["read_gb_s"], row["gflop_s"] / limits["bfloat16_gflop_s"])
         counted = f"{row['gb_s']:>6.1f} {row['gflop_s']:>8.0f} {reached:>8.0%}" if row["gb_s"] else ""
         lines.append(
-            f"{row['part']:32} {row['ms_per_step']:>8.3f} {row['share']:>6.1%} {row['us_per_call']:>9.1f} "
-            f"{row['calls_per_step']:>6.1f} {counted}".rstrip()
+            f"{row['part']:32} {row['ms_per_step']:>8.3f} {row['python_ms']:>7.3f} {row['share']:>6.1%} "
+            f"{row['us_per_call']:>9.1f} {row['calls_per_step']:>6.1f} {counted}".rstrip()
         )
+    python = sum(row["python_ms"] for row in table["parts"])
+    lines.append(f"{'Python, outside of kernels':32} {python:>8.3f} {python:>7.3f} {table['python']:>6.1%}")
     return "\n".join(lines)

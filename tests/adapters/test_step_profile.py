@@ -47,12 +47,17 @@ def test_the_table_accounts_for_the_run(model: Path, tmp_path: Path, capsys: pyt
         assert 0 < counted < table["wall_s"]
         assert parts["scheduling"]["calls_per_step"] == 2
         assert parts["sampling"]["calls_per_step"] == 1
+        assert all(0 <= part["python_ms"] <= part["ms_per_step"] for part in parts.values())
+        assert parts["scheduling"]["python_ms"] == parts["scheduling"]["ms_per_step"]
+        assert parts["sampling"]["python_ms"] < parts["sampling"]["ms_per_step"]
+        assert 0 < table["python"] < 1
         assert all(limit > 0 for limit in table["limits"].values())
     inside = {part["part"]: part for part in tables[-1]["parts"]}
     assert inside["attention"]["calls_per_step"] == 1  # a layer
     assert inside["linear 256 -> 192"]["gflop_s"] > 0
     assert run(common) == 0
-    assert "tokens/s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "tokens/s" in shown and "Python, outside of kernels" in shown
 
 
 def test_the_clocks_leave_nothing_behind(model: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pagemill.engine.batch import build_batch
+from pagemill.engine.batch import BatchBuilder
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.loader import resolve_model
 from pagemill.engine.model_runner import ModelRunner
@@ -121,10 +121,9 @@ def test_layers_in_one_call_have_the_bits_of_operation_by_operation(saved: Saved
         runner._pool._pool.fill_(float("nan"))
         for step in steps:
             scheduled = [ScheduledSequence(requests[i], at, n, tables[i], samples) for i, at, n, samples in step]
-            batch = build_batch(scheduled, block_size=8, vocab_size=VOCAB, device="cpu")
+            batch = BatchBuilder(block_size=8, vocab_size=VOCAB, device="cpu").build(scheduled)
             with torch.inference_mode():
-                token_ids, rows = torch.from_numpy(batch.token_ids), torch.from_numpy(batch.sample_rows)
-                found.append(model.forward(token_ids, batch.meta, runner._pool.layers, rows))
+                found.append(model.forward(batch.token_ids, batch.meta, runner._pool.layers, batch.wanted))
         found.append(runner._pool._pool[1:].clone())
     half = len(found) // 2
     for one, other in zip(found[:half], found[half:], strict=True):

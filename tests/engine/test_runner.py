@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagemill.engine.batch import build_batch
+from pagemill.engine.batch import BatchBuilder
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.loader import BUNDLED_MODEL, resolve_model
@@ -53,23 +53,20 @@ def test_batch_arrays() -> None:
     first = Request("a", [1, 2, 3, 4, 5], GREEDY, seed=0, max_tokens=9, output_token_ids=[6])
     second = Request("b", [7, 8, 9], SamplingParams(temperature=0.5, top_k=4, top_p=0.9, min_p=0.1), 2**64 - 1, 9)
     third = Request("c", [1] * 9, GREEDY, seed=0, max_tokens=9)
-    batch = build_batch(
+    batch = BatchBuilder(block_size=2, vocab_size=100, device="cpu").build(
         [
             ScheduledSequence(first, 5, 1, [9, 4, 3, 8], True),
             ScheduledSequence(second, 1, 2, [2, 5], True),
             ScheduledSequence(third, 4, 3, [6, 7, 1, 1, 1], False),
-        ],
-        block_size=2,
-        vocab_size=100,
-        device="cpu",
+        ]
     )
     assert batch.token_ids.tolist() == [6, 8, 9, 1, 1, 1]
     assert batch.meta.query_start.tolist() == [0, 1, 3, 6]
     assert batch.meta.seq_lens.tolist() == [6, 3, 7]
     assert batch.meta.positions.tolist() == [5, 1, 2, 4, 5, 6]
     assert batch.meta.slot_mapping.tolist() == [3 * 2 + 1, 2 * 2 + 1, 5 * 2, 1 * 2, 1 * 2 + 1, 1 * 2]
-    assert batch.meta.block_tables.tolist() == [[9, 4, 3, 0], [2, 5, 0, 0], [6, 7, 1, 1]]
-    assert batch.sample_rows.tolist() == [0, 2]
+    assert batch.meta.block_tables[:, :4].tolist() == [[9, 4, 3, 8], [2, 5, 0, 0], [6, 7, 1, 1]]
+    assert batch.wanted.tolist() == [0, 2]
     assert batch.sampling.temperature.tolist() == [0.0, 0.5]
     assert batch.sampling.top_k.tolist() == [0, 4]
     assert batch.sampling.position.tolist() == [1, 0], "index of the token that is sampled, among the generated"
@@ -159,7 +156,7 @@ def test_end_of_sequence_counts_for_min_tokens_unless_ignored(folder: Path) -> N
     def banned(params: SamplingParams) -> list[int]:
         rules = LogitRules.of(params, 50, (7, 11))
         item = ScheduledSequence(Request("a", [1], params, 0, 9, rules=rules), 0, 1, [1], True)
-        edits = build_batch([item], block_size=16, vocab_size=50, device="cpu").edits
+        edits = BatchBuilder(block_size=16, vocab_size=50, device="cpu").build([item]).edits
         assert edits is None or set(edits.ban_rows.tolist()) <= {0}
         return [] if edits is None else edits.ban_ids.tolist()
 

@@ -1,0 +1,86 @@
+"""The sequences of the last step, a row each: most steps are the same sequences again, one token further.
+
+Rows are kept by place in the batch. Where the sequences are others than last time, those that stay bring their rows
+along. A block table is written here as int32; whether that is still true is asked of the table itself, by comparing its
+ids with a copy of what was written, at a nanosecond an id. So it does not matter what was done to it meanwhile: growth,
+a copy on write, a fork, blocks given back, out of sight or swapped.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagemill.engine.request import Request
+
+WIDTH = 16  # block tables have room for a multiple of so many ids
+
+DRAW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.uint64),
+        ("index", np.int32),
+    ]
+)
+
+
+class BatchRows:
+    """`requests` [S] of the last `update`; `draws` [S]: how their tokens are drawn; `tables` int32 [S, W]: their block
+    tables, with anything behind a table's end. `marked`: whether more than a draw is wanted of some request: rules for
+    its logits, log-probabilities.
+
+    The arrays are others after an `update` that returned True, and else the same ones, changed.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.draws = np.zeros(1, DRAW)
+        self.tables = np.zeros((1, WIDTH), np.int32)
+        self.marked = False
+        self._written: list[list[int]] = []
+
+    def update(self, requests: list[Request], tables: list[list[int]]) -> bool:
+        """Take the next step's sequences and their block tables, in order; there is at least one."""
+        fresh = requests != self.requests
+        if fresh:
+            self._arrange(requests)
+        if tables == self._written:
+            return fresh
+        longest = max(map(len, tables))
+        if longest > self.tables.shape[1]:
+            fresh = True
+            wider = np.zeros((len(tables), -(-longest // WIDTH) * WIDTH), np.int32)
+            wider[:, : self.tables.shape[1]] = self.tables
+            self.tables = wider
+        for place, (table, written) in enumerate(zip(tables, self._written, strict=True)):
+            if table != written:
+                self.tables[place, : len(table)] = table
+                self._written[place] = table.copy()
+        return fresh
+
+    def _arrange(self, requests: list[Request]) -> None:
+        places = {request: place for place, request in enumerate(self.requests)}
+        source = [places.get(request, -1) for request in requests]
+        self.draws, self.tables = self.draws[source], self.tables[source]
+        written = self._written
+        self._written = [written[place] if place >= 0 else [] for place in source]
+        for place, (request, known) in enumerate(zip(requests, source, strict=True)):
+            if known < 0:
+                params = request.params
+                self.draws[place] = (
+                    params.temperature,
+                    params.top_k,
+                    params.top_p,
+                    params.min_p,
+                    request.seed,
+                    request.index,
+                )
+        self.marked = any(_is_marked(request) for request in requests)
+        self.requests = requests
+
+
+def _is_marked(request: Request) -> bool:
+    params = request.params
+    return request.rules is not None or params.logprobs is not None or params.prompt_logprobs is not None
