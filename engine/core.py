@@ -13,7 +13,7 @@ from typing import Protocol
 from pagemill.engine.beam_group import BeamGroup
 from pagemill.engine.errors import RequestError
 from pagemill.engine.outputs import SequenceOutput
-from pagemill.engine.request import Request
+from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.sampling_group import SamplingGroup
 from pagemill.engine.scheduler import Scheduler
 from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
@@ -89,16 +89,21 @@ class EngineCore:
         self.scheduler.commit(output, result.sampled)
         sampled = iter(result.sampled)
         touched: dict[SequenceGroup, list[SequenceOutput]] = {}
+        groups, prompt_logprobs = self._groups, result.prompt_logprobs
         for place, item in enumerate(output.scheduled):
+            request = item.request
             mine = next(sampled) if item.samples else None
-            found = self._groups.get(item.request.request_id)
-            if found is None or item.request.is_finished:
+            found = groups.get(request.request_id)
+            if found is None or request.status is RequestStatus.FINISHED:
                 continue
-            touched.setdefault(found, []).extend(
-                found.advance(item.request, mine, result.prompt_logprobs.get(place, ()))
-            )
+            outputs = found.advance(request, mine, prompt_logprobs.get(place, ()) if prompt_logprobs else ())
+            if found in touched:
+                touched[found] += outputs
+            else:
+                touched[found] = outputs
         for group, outputs in touched.items():
-            results += self._collect(group, [*outputs, *group.end_step()])
+            outputs += group.end_step()
+            results += self._collect(group, outputs)
         return results
 
     def check(self) -> None:

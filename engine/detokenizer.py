@@ -25,7 +25,17 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """The text of one sequence. `kept`: special tokens that stay in it. Cost per token: O(length of its text)."""
 
-    __slots__ = ("_at_start", "_gap", "_in_prompt_character", "_kept", "_pieces", "_skip_special", "_utf8")
+    __slots__ = (
+        "_at_start",
+        "_between",
+        "_gap",
+        "_in_prompt_character",
+        "_kept",
+        "_pieces",
+        "_skip_special",
+        "_texts",
+        "_utf8",
+    )
 
     def __init__(
         self,
@@ -36,6 +46,7 @@ class Detokenizer:
         kept: Collection[int] = (),
     ) -> None:
         self._pieces = tokenizer.token_bytes
+        self._texts = self._pieces.texts
         self._skip_special = skip_special_tokens
         self._kept = kept
         self._utf8 = _Utf8Decoder("replace")
@@ -54,9 +65,23 @@ class Detokenizer:
             self._at_start = False
             self._utf8.decode(tail)
             self._in_prompt_character = bool(self._utf8.getstate()[0])
+        self._between = self._is_between()
 
     def append(self, token_id: int) -> str:
         """Add a token; return the characters that it makes whole."""
+        if self._between:
+            text = self._texts[token_id]
+            if text:
+                return text  # and the decoder is where it was
+        text = self._append(token_id)
+        self._between = self._is_between()
+        return text
+
+    def _is_between(self) -> bool:
+        """Whether the next token stands behind whole characters, of the prompt or of the text."""
+        return not self._at_start and not self._utf8.getstate()[0]
+
+    def _append(self, token_id: int) -> str:
         piece = self._bytes(token_id)
         if self._at_start and piece:
             self._at_start = False

@@ -100,6 +100,17 @@ class OutputProcessor:
             self.finished = finish
         return finish
 
+    def pass_on(self, token_id: int) -> str | None:
+        """`append` and `take_text` in one, for a token that can be no end in a text that nothing is looked for in: what
+        most are. None, and nothing has happened, where it may be something else, or text waits to be taken."""
+        if self._stops is not None or self._reasoning is not None or self._ready or not self._checker.passes(token_id):
+            return None
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.append(token_id)
+        self._text_length += len(text)
+        return text
+
     def take_text(self) -> str:
         """The characters that have become final since the last call."""
         text = "".join(self._ready)

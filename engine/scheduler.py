@@ -216,10 +216,12 @@ class Scheduler:
 
     def append_token(self, request: Request, token_id: int) -> None:
         """The token sampled for a sequence whose item said `samples`."""
-        now = self._clock()
         request.output_token_ids.append(token_id)
         if len(request.output_token_ids) % CHARGED_TOKENS == 0:
             self._queue.charge(request, output_tokens=CHARGED_TOKENS)
+        if request.first_token_at is not None and request.preempted_at is None:
+            return
+        now = self._clock()
         if request.first_token_at is None:
             request.first_token_at = now
         if request.preempted_at is not None:

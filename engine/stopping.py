@@ -98,11 +98,12 @@ class StopStrings:
 class StopChecker:
     """Decides after each token by its id and by the count of tokens. Strings are `StopStrings`' business."""
 
-    __slots__ = ("_eos", "_max_tokens", "_min_tokens", "_stop_ids", "num_tokens")
+    __slots__ = ("_ends", "_eos", "_max_tokens", "_min_tokens", "_stop_ids", "num_tokens")
 
     def __init__(self, params: SamplingParams, max_tokens: int, eos_token_ids: Sequence[int]) -> None:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ())
+        self._ends = self._eos | self._stop_ids
         self._min_tokens = params.min_tokens
         self._max_tokens = max_tokens
         self.num_tokens = 0
@@ -111,6 +112,13 @@ class StopChecker:
     def may_stop(self) -> bool:
         """Whether stops count by now: there are more than min_tokens tokens."""
         return self.num_tokens > self._min_tokens
+
+    def passes(self, token_id: int) -> bool:
+        """Count a token that can be no end. False, and it is not counted, where `append` has to see whether it is."""
+        if token_id in self._ends or self.num_tokens + 1 >= self._max_tokens:
+            return False
+        self.num_tokens += 1
+        return True
 
     def append(self, token_id: int) -> Finish | None:
         """Count a token; return the end that it brings by its id: `stop`, with no reason for end-of-sequence."""

@@ -31,8 +31,26 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
+class TokenTexts(dict[int, str]):
+    """Token id -> text, worked out on first use, of tokens whose text is the same wherever they stand behind whole
+    characters; "" for all others. Most tokens of most texts are such, and the look-up is all that they cost."""
+
+    def __init__(self, pieces: TokenBytes) -> None:
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> str:
+        pieces, text = self._pieces, ""
+        if not pieces.has_gaps and not pieces.is_special(token_id):
+            try:
+                text = pieces[token_id].decode()
+            except UnicodeDecodeError:
+                text = ""  # it begins or ends in mid-character
+        self[token_id] = text
+        return text
+
+
 class TokenBytes:
-    """Token id -> bytes, worked out on first use and kept. Safe to share between threads.
+    """Token id -> bytes, worked out on first use and kept. Safe to share between threads. `texts`: of whole characters.
 
     `backend` is a `tokenizers.Tokenizer`. Its decoder may be byte-level, SentencePiece's (with or without byte
     fallback), WordPiece, BPE with a word-end suffix, or none. Raises `ConfigError` where it is something else, or its
@@ -49,6 +67,7 @@ class TokenBytes:
         self._alphabet: dict[str, int] | None = None
         self._byte_fallback = False
         self.has_gaps = False
+        self.texts = TokenTexts(self)
         if self._decoder is None:
             return
         decoder = json.loads(self._decoder.__getstate__())  # the whole tokenizer as text would take 50 ms

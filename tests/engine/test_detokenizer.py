@@ -194,7 +194,7 @@ class Watched:
 
 
 def test_cost_does_not_grow_with_the_text(smollm: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token is looked up a few times, and its bytes are decoded once, however much text stands before it."""
+    """Each token is looked up a few times, and its bytes are decoded at most once, however much text stands before."""
     decoded = 0
 
     class Utf8(codecs.getincrementaldecoder("utf-8")):  # type: ignore[misc]
@@ -207,5 +207,5 @@ def test_cost_does_not_grow_with_the_text(smollm: Tokenizer, monkeypatch: pytest
     ids = smollm.encode("The quick brown fox 客单价🌶. ") * 400
     watched: Any = Watched(smollm)
     text = "".join(_deltas(watched, ids))
-    assert decoded == len(text.encode())
+    assert 0 < decoded <= len(text.encode())
     assert watched.asked <= 6 * len(ids)

@@ -226,6 +226,48 @@ def test_a_resumed_request_goes_on_as_if_nothing_had_happened(
     assert (before + after + resumed.take_text(), finish) == (whole.text, whole.finish)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.lists(st.sampled_from([*range(1, 60), *range(600, 640), 29990, EOS, OTHER_EOS]), min_size=1, max_size=30),
+    with_tokenizer=st.booleans(),
+    max_tokens=st.sampled_from([1, 5, 1000]),
+    min_tokens=st.integers(0, 4),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([[], [40, 610]]),
+    reasoning=st.booleans(),
+    stop=st.sampled_from([[], [], ["e"]]),
+)
+def test_a_token_passed_on_is_a_token_appended(
+    tokenizer: Tokenizer,
+    ids: list[int],
+    with_tokenizer: bool,
+    max_tokens: int,
+    reasoning: bool,
+    stop: list[str],
+    **params: Any,
+) -> None:
+    """The short way says the same as the long one, or nothing has happened: text, its length, the end."""
+    used = tokenizer if with_tokenizer else None
+    request = _request(max_tokens=max_tokens, stop=stop if with_tokenizer else [], **params)
+    request.reasoning_parser = "qwen3" if reasoning and with_tokenizer else None
+    long, short = (OutputProcessor(used, request, (EOS, OTHER_EOS)) for _ in range(2))
+    for token_id in ids:
+        finish = long.append(token_id)
+        text = short.pass_on(token_id)
+        if text is None:
+            assert short.append(token_id) == finish
+            text = short.take_text()
+        else:
+            assert finish is None and not request.params.stop
+        assert text == long.take_text() and short.text_length == long.text_length
+        assert short.reasoning_tokens == long.reasoning_tokens
+        if finish is not None:
+            break
+    for each in (long, short):
+        each.finish()
+    assert short.take_text() == long.take_text()
+
+
 def test_without_a_tokenizer_ids_and_lengths_still_end_a_request() -> None:
     processor = OutputProcessor(None, _request(stop_token_ids=[5], max_tokens=3), (EOS,))
     assert [processor.append(token) for token in (7, 5)] == [None, Finish("stop", 5)]
