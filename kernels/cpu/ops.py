@@ -20,7 +20,7 @@ from pagemill.kernels.cpu.decoder import PARALLEL_ELEMENTS, CpuDecoder, attentio
 from pagemill.kernels.cpu.jit import keep_compiled, keep_in
 from pagemill.kernels.cpu.kernel_cache import Report
 from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, gather, prepare_linear
-from pagemill.kernels.cpu.plan import AttentionPlan, attention_plan
+from pagemill.kernels.cpu.plan import AttentionPlan, PlanKeeper
 from pagemill.kernels.cpu.reuse import ReusedMemory
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
@@ -101,6 +101,7 @@ class CpuOps:
         self._watchdog = Watchdog(self._team.threads)
         self._arena = Arena()
         self._logits = ReusedMemory()
+        self._plans: dict[str, PlanKeeper] = {}
         # What is left to torch is small, and its own team would spin on the cores that ours needs: measured at batch
         # 1 on two busy cores, 26 ms of processor time a step instead of 15.
         torch.set_num_threads(1)
@@ -191,9 +192,10 @@ class CpuOps:
     ) -> tuple[AttentionPlan, npt.NDArray[np.float32]]:
         """The step's work list for layers like this one, and memory for its parts."""
         dim = kv.head_dim
+        name = f"cpu {heads} {kv.num_kv_heads} {dim} {window}"
 
         def make(host: HostMetadata) -> tuple[AttentionPlan, npt.NDArray[np.float32]]:
-            plan = attention_plan(
+            plan = self._plans.setdefault(name, PlanKeeper()).plan(
                 host,
                 group=heads // kv.num_kv_heads,
                 num_kv_heads=kv.num_kv_heads,
@@ -203,7 +205,7 @@ class CpuOps:
             )
             return plan, np.empty(plan.num_parts * part_floats(heads, dim), np.float32)
 
-        return meta.plan(f"cpu {heads} {kv.num_kv_heads} {dim} {window}", make)
+        return meta.plan(name, make)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()

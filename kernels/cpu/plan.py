@@ -100,6 +100,38 @@ def attention_plan(
     return AttentionPlan(items, tokens, rows, _number_parts(items, tokens, rows))
 
 
+class PlanKeeper:
+    """Makes the plans of one kind of layer. Most steps are the same sequences with one token more each, whose work is
+    the same but for their positions: then the last plan is returned once more, changed. It is valid until the next."""
+
+    def __init__(self) -> None:
+        self._shape: tuple[int, ...] = ()
+        self._segments = np.zeros(0, np.int32)
+        self._plan: AttentionPlan | None = None
+
+    def plan(
+        self, host: HostMetadata, *, group: int, num_kv_heads: int, block_size: int, threads: int, window: int = 0
+    ) -> AttentionPlan:
+        """As `attention_plan`."""
+        shape = (group, num_kv_heads, block_size, threads, host.positions.shape[0])
+        # Only sequences that are a segment long have anything to share.
+        decodes = host.positions.shape[0] == host.seq_lens.shape[0] and not window
+        alone = decodes and (host.query_start[1:] > host.query_start[:-1]).all() and _long(host) < 2
+        segments = (host.seq_lens - 1) // SEGMENT
+        if alone and self._plan is not None and shape == self._shape and (segments == self._segments).all():
+            np.subtract(host.seq_lens, 1, out=self._plan.rows[:, ROW_POSITION])
+            return self._plan
+        plan = attention_plan(
+            host, group=group, num_kv_heads=num_kv_heads, block_size=block_size, threads=threads, window=window
+        )
+        self._shape, self._segments, self._plan = shape, segments, plan if alone else None
+        return plan
+
+
+def _long(host: HostMetadata) -> int:
+    return int((host.seq_lens >= SEGMENT).sum())
+
+
 def shared_segments(
     host: HostMetadata, first_position: IntArray, group: int, block_size: int
 ) -> tuple[dict[int, int], list[tuple[list[int], int]]]:
