@@ -56,7 +56,7 @@ def _compared(bench: Bench, block_size: int) -> ComparedBatches:
     return batches
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, phases=NO_SHRINK)
+@settings(max_examples=80, deadline=None, derandomize=True, phases=NO_SHRINK)
 @given(traffic=st.lists(arrivals(), min_size=1, max_size=12), conditions=conditions, drafts=st.booleans())
 def test_kept_arrays_are_those_made_from_nothing(traffic: list[Arrival], conditions: Conditions, drafts: bool) -> None:
     """Under preemption, swapping, forks, copies on write, beams, windows, drafts, aborts and resumed requests."""
