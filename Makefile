@@ -78,6 +78,10 @@ simulate: $(STAMP)  ## the documented simulator runs on recorded traces (make si
 	$(SIMULATE) $(SHAREGPT) --limit 2000 --pool-tokens 16384 --times-of $(TRACES)/azure2023_code.csv --naive chunks \
 		--overload --plot build/overload.svg
 
+.PHONY: bench-python
+bench-python: $(STAMP)  ## what Python costs in a step, with every kernel replaced by nothing
+	$(PY) bench/python_cost.py
+
 bench-queue: $(STAMP)  ## what the queue costs: throughput, latency, a flush, two engines
 	PYTHONPATH=. $(PY) -m bench.queue_overhead
 

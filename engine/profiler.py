@@ -84,14 +84,14 @@ class Profiler:
             stack.enter_context(self._around(model, "forward", _named(MODEL)))
             compiled = getattr(model, "_compiled", None)
             if compiled is not None and by_operation:
-                stack.enter_context(_replaced(model, "_compiled", None))
+                stack.enter_context(replaced(model, "_compiled", None))
             elif compiled is not None:
                 stack.enter_context(self._around(compiled, "forward", _layers(model._stack)))
             for name, work in _OPERATIONS.items():
                 if hasattr(runner.ops, name):
                     stack.enter_context(self._around(runner.ops, name, work))
-            for module, name in _kernels() if runner.ops.name == "cpu" else ():
-                stack.enter_context(_replaced(module, name, self._clocked_kernel(getattr(module, name))))
+            for module, name in entry_points() if runner.ops.name == "cpu" else ():
+                stack.enter_context(replaced(module, name, self._clocked_kernel(getattr(module, name))))
             yield
 
     @contextmanager
@@ -118,7 +118,7 @@ class Profiler:
                 self._inner[-1] += time.perf_counter() - before
             return result
 
-        with _replaced(owner, name, clocked):
+        with replaced(owner, name, clocked):
             yield
 
     def _clocked_kernel(self, kernel: Any) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ class Profiler:
         return clocked
 
 
-def _kernels() -> list[tuple[Any, str]]:
+def entry_points() -> list[tuple[Any, str]]:
     """Where Python finds the compiled kernels: modules and names in them."""
     from pagemill.kernels.cpu.jit import entries
 
@@ -146,14 +146,14 @@ def _kernels() -> list[tuple[Any, str]]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of this one object, for the time of the block. Its class may have slots, but then for this name."""
-    own = vars(owner).get(name, _replaced) if hasattr(owner, "__dict__") else getattr(owner, name)
+    own = vars(owner).get(name, replaced) if hasattr(owner, "__dict__") else getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own is _replaced:
+        if own is replaced:
             delattr(owner, name)
         else:
             setattr(owner, name, own)

@@ -237,7 +237,7 @@ class CpuDecoder:
     def forward(
         self, x: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
     ) -> torch.Tensor:
-        stack, tokens, wanted = self._stack, len(x), len(rows)
+        stack, tokens, wanted = self._stack, x.shape[0], rows.shape[0]
         scratch = self._addresses(tokens)
         hidden = torch.empty((wanted, self._hidden), dtype=x.dtype)
         x = x.contiguous()
@@ -321,9 +321,9 @@ class CpuDecoder:
             )
             starts = np.cumsum([0, *(-(-tokens * width // _LINE) * _LINE + _APART for width in widths)])
             self._scratch = huge_pages(int(starts[-1]))
-            self._starts = starts[:-1].tolist()
+            self._starts = (starts[:-1] + self._scratch.ctypes.data).tolist()
             self._rows = tokens
-        return [self._scratch.ctypes.data + start for start in self._starts]
+        return self._starts
 
 
 def attention_work(meta: AttentionMetadata, plan: AttentionPlan, kv: LayerKV) -> int:
