@@ -21,7 +21,7 @@ from pagemill.kernels.cpu.ops import CpuOps
 from pagemill.kernels.quantised_weight import QuantisedWeight, quantise
 
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
-ROWS = (1, 2, 4, 8, 16, 32, 96)
+ROWS = (1, 2, 4, 8, 16, 32, 96, 512)
 _DISTINCT_BYTES = 320 << 20  # of bfloat16: ten times what the largest cache here holds
 _PROBE_BYTES = 256 << 20
 

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagemill.kernels.cpu import amx, quantised_amx, quantised_matmul
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.matmul import PANEL
-from pagemill.kernels.cpu.quantised_matmul import LOOK_UPS, WORKERS
-from pagemill.kernels.cpu.quantised_tile import STEP, Form
+from pagemill.kernels.cpu.quantised_form import STEP, Form
+from pagemill.kernels.cpu.quantised_gather import LOOK_UPS
 from pagemill.kernels.cpu.simd import LANES
 from pagemill.kernels.quantised_weight import QuantisedWeight
 
@@ -21,7 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class QuantisedLinear:
-    """A weight [out_features, in_features] in panels of blocks (see `quantised_tile`) and a bias: a `TaskLinear`.
+    """A weight [out_features, in_features] in panels of blocks (see `quantised_form`) and a bias: a `TaskLinear`.
 
     data uint8 [panels, groups, block bytes]. `gated`: gate and up, one above the other.
     """
@@ -41,7 +42,10 @@ class QuantisedLinear:
         return self.data.nbytes
 
     def worker(self) -> int:
-        return WORKERS[self.form]()
+        group = self.in_features // int(self.data.shape[1])
+        if self.form.stored_pairs and group % quantised_amx.TILE_GROUP == 0 and amx.allowed():
+            return quantised_amx.WORKERS[self.form]()
+        return quantised_matmul.WORKERS[self.form]()
 
     def gather(self, token_ids: torch.Tensor, board: int) -> torch.Tensor:
         """Rows token_ids int64 [T] of the weight, dequantised: [T, in_features]."""

@@ -76,6 +76,23 @@ def test_gated_products_of_many_rows_have_the_bits_of_single_ones(cpu: CpuOps, b
         assert torch.equal(cpu.gated_linear(x[row : row + 1], prepared), actual[row : row + 1])
 
 
+@pytest.mark.parametrize(("bits", "has_minimum", "group"), [(4, True, 32), (4, False, 64), (8, False, 160)])
+def test_rows_of_any_number_have_the_same_bits_with_more_groups_than_are_opened_at_once(
+    cpu: CpuOps, bits: int, has_minimum: bool, group: int
+) -> None:
+    weight = invented(bits, has_minimum, np.float16, group, 80, 640)
+    bias = torch.randn(80).bfloat16()
+    prepared = cpu.prepare_quantised(weight, bias, torch.bfloat16)
+    x = torch.full((150, 640), float("nan")).bfloat16()
+    x[5:145] = torch.randn(140, 640)
+    together = cpu.linear(x[5:145], prepared)
+    expected = x[5:145].double() @ torch.from_numpy(weight.dequantise()).double().T + bias.double()
+    assert distance(together, expected) < TOLERANCE[torch.bfloat16]
+    for rows in (*range(1, 36), 47, 48, 49, 127, 128, 129):
+        assert torch.equal(cpu.linear(x[5 : 5 + rows], prepared), together[:rows]), rows
+        assert torch.equal(cpu.linear(x[145 - rows : 145], prepared), together[-rows:]), rows
+
+
 def test_products_of_other_shapes_and_rows_that_are_not_there(cpu: CpuOps) -> None:
     prepared = cpu.prepare_quantised(quantise(np.ones((40, 64), np.float32), 8), None, torch.bfloat16)
     assert cpu.linear(torch.zeros(0, 64, dtype=torch.bfloat16), prepared).shape == (0, 40)
