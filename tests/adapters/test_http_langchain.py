@@ -25,10 +25,10 @@ MODEL = "smollm2-135m"
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
     """`pagemill serve` as a process of its own; the base URL that it prints for clients of OpenAI."""
-    command = [sys.executable, "-m", "pagemill", "serve", "--http-port=0", "--threads=1", "--dtype=float32"]
+    command = [sys.executable, "-m", "pagemill", "serve", "--http-port=0", "--threads=1"]
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, "--max-model-len=2048", "--num-blocks-override=256"],
+            [*command, "--dtype=float32", "--quantization=gguf", "--max-model-len=2048", "--num-blocks-override=256"],
             stdout=subprocess.PIPE,
             stderr=log,
             env=environment(),
