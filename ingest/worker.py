@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Container, Coroutine
 from dataclasses import replace
@@ -148,33 +147,6 @@ class Worker:
             if self._lease.was_renewed and await self._departure.retire():
                 _log.info("engine has left the queue", owner=self.owner, finished=self.finished)
             await self._client.aclose()
-
-    async def run_until_signal(self) -> None:
-        """`run`, stopped cleanly by SIGTERM or SIGINT, and at once by a second one: then what runs is given back
-        without waiting for it. For an event loop of the main thread."""
-        loop = asyncio.get_running_loop()
-        running = asyncio.create_task(self.run())
-        at_once = False
-
-        def on_signal() -> None:
-            nonlocal at_once
-            if self._stopping.is_set():
-                at_once = True
-                running.cancel()
-            self.stop()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
-        try:
-            await running
-        except asyncio.CancelledError:
-            if not at_once:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-                raise
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
     # -- the life of the worker ----------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import ProcessConfig, Settings, without_password
+from pagemill.adapters.cli.signals import at_signal, exit_now, stopped_by_signal
 from pagemill.adapters.http.config import GatewayConfig
 from pagemill.adapters.webhook.config import WebhookConfig
 from pagemill.engine.config import EngineConfig
@@ -31,9 +31,7 @@ from pagemill.ingest.embedded import EmbeddedServer
 if TYPE_CHECKING:
     from pagemill.ingest.worker import Worker
 
-SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides it
 LAST_WORDS_S = 1.0  # for what a stopped engine has told to reach the gateway's clients
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _USUAL_COLLECTIONS = gc.get_threshold()
 _OBJECTS_OF_A_START = 300_000  # with a model of 30 layers half of them are made
 
@@ -111,7 +109,7 @@ async def _serve_all(engine: EngineConfig, gateway: GatewayConfig, webhook: Webh
     finally:
         await process.stop(LAST_WORDS_S)
         stopping.set()
-        with _cancel_at_signal(sending), contextlib.suppress(asyncio.CancelledError):
+        with at_signal(lambda _: sending.cancel()), contextlib.suppress(asyncio.CancelledError):
             await sending
 
 
@@ -125,13 +123,13 @@ async def _serve(
     from pagemill.engine.async_engine import AsyncEngine
     from pagemill.ingest.worker import Worker
 
-    with _exit_at_signal(), progress_bar() as progress:
+    with at_signal(exit_now), progress_bar() as progress:
         engine = await AsyncEngine.create(engine_config, progress)
     _keep_what_is_there()
     worker = Worker(engine, queue)
     serving = asyncio.create_task(worker.run())
     announcing = asyncio.create_task(_announce(worker, engine.info.model_name, queue, http_url))
-    with _stop_at_signal(worker, serving):
+    with stopped_by_signal(worker, serving):
         try:
             if beside is not None:
                 await asyncio.wait({serving, beside}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,55 +153,3 @@ async def _announce(worker: Worker, model: str, queue: QueueConfig, http_url: st
     if sys.stdout.isatty():
         print(f"try, in another terminal:  pagemill submit --redis-url {url} 'Once upon a time'")
         print("Ctrl-C stops: running requests finish first, a second Ctrl-C leaves them to the next engine")
-
-
-@contextlib.contextmanager
-def _exit_at_signal() -> Iterator[None]:
-    """While the model loads in its thread nothing has been taken yet, so there is nothing to wait for."""
-    loop = asyncio.get_running_loop()
-
-    def leave(number: int) -> None:
-        if sys.stderr.isatty():
-            print(SHOW_CURSOR, end="", file=sys.stderr, flush=True)
-        os._exit(128 + number)
-
-    for number in SIGNALS:
-        loop.add_signal_handler(number, leave, number)
-    try:
-        yield
-    finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _stop_at_signal(worker: Worker, serving: asyncio.Task[None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    signalled = False
-
-    def stop() -> None:
-        nonlocal signalled
-        if signalled:
-            serving.cancel()
-        signalled = True
-        worker.stop()
-
-    for number in SIGNALS:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _cancel_at_signal(task: asyncio.Task[None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    for number in SIGNALS:
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        yield
-    finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)

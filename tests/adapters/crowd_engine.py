@@ -17,7 +17,7 @@ from pagemill.engine.async_engine import AsyncEngine
 from pagemill.engine.config import EngineConfig
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.worker import Worker
-from tests.chaos.engine_host import OddRunner
+from tests.chaos.engine_host import OddRunner, run_until_signal
 from tests.chaos.model import CONTEXT
 
 
@@ -39,7 +39,7 @@ async def serve(url: str, model: str, step_ms: float) -> None:
     core._runner = OddRunner(core._runner, step_ms / 1000)
     engine = AsyncEngine(parts, asyncio.get_running_loop())
     worker = Worker(engine, QueueConfig(redis_url=url, drain_timeout_s=1.0))
-    running = asyncio.create_task(worker.run_until_signal())
+    running = asyncio.create_task(run_until_signal(worker))
     await worker.ready.wait()
     gc.collect()
     gc.freeze()  # as `pagemill engine` does

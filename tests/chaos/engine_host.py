@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from pagemill.adapters.cli.signals import stopped_by_signal
 from pagemill.engine.assembly import EngineParts, build
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.engine.scheduler_output import SchedulerOutput
@@ -49,12 +50,23 @@ class OddRunner:
         return self._runner.execute(output)
 
 
+async def run_until_signal(worker: Worker) -> None:
+    """As `pagemill engine` does."""
+    serving = asyncio.create_task(worker.run())
+    with stopped_by_signal(worker, serving):
+        try:
+            await serving
+        except asyncio.CancelledError:
+            if not serving.cancelled():
+                raise
+
+
 async def serve(parts: EngineParts, settings: dict[str, Any]) -> None:
     """Serve the queue until a signal; then the pool has to be whole and empty."""
     core: Any = parts.core
     core._runner = OddRunner(core._runner, settings.pop("device_ms", 0) / 1000)
     engine = AsyncEngine(parts, asyncio.get_running_loop())
-    await Worker(engine, QueueConfig(**settings)).run_until_signal()
+    await run_until_signal(Worker(engine, QueueConfig(**settings)))
     async with asyncio.timeout(60):
         while engine.num_live:
             await asyncio.sleep(0.01)

@@ -10,6 +10,7 @@ from typing import Any
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.worker import Worker
+from tests.chaos.engine_host import run_until_signal
 from tests.contract.conftest import ENGINE
 
 LEASE_S = 2.5
@@ -25,7 +26,7 @@ async def main(url: str, queue: str, seconds: str) -> None:
 
     engine._parts.core.step = slow_step  # type: ignore[method-assign]
     config = QueueConfig(redis_url=url, queue=queue, heartbeat_timeout_s=LEASE_S, block_ms=100, drain_timeout_s=0.5)
-    await Worker(engine, config).run_until_signal()
+    await run_until_signal(Worker(engine, config))
     await engine.stop()
 
 

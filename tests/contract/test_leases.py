@@ -18,6 +18,7 @@ from pagemill.engine.errors import EngineDeadError
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.leases import most_s
 from pagemill.ingest.worker import Worker
+from tests.chaos.engine_host import run_until_signal
 from tests.contract.conftest import TAG, Outside
 from tests.engine.tiny_models import CONFIGS, save_model
 
@@ -365,7 +366,7 @@ def test_a_second_signal_stops_at_once_and_gives_back_what_runs(
         steps = Steps(engine)
         steps.hold_when_begun = True
         worker = Worker(engine, queue_config.replace(drain_timeout_s=60))
-        task = asyncio.create_task(worker.run_until_signal())
+        task = asyncio.create_task(run_until_signal(worker))
         await outside.add("a", {**prompt(0), "max_tokens": 100, "max_attempts": 1})
         await outside.first_delta("a")
         await asyncio.to_thread(steps.held.wait, 60)
