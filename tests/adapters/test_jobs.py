@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -231,6 +232,15 @@ def test_a_celery_task_that_is_called_directly_has_no_id(tasks: Any, url: str, s
     before = submitted(url)
     texts = [celery_task.generate(tasks.celery_long, tasks.client, **tasks.SHORT).text for _ in range(2)]
     assert texts == [story, story] and submitted(url) == before + 2
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A worker takes signals for itself, and RQ's keeps them; Ctrl-C in later tests is not its business."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 def test_rq(tasks: Any, url: str, story: str, tmp_path: Path) -> None:

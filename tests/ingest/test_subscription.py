@@ -195,9 +195,12 @@ def test_who_waits_for_the_end_is_not_woken_for_what_comes_before(queue_config: 
                     await asyncio.sleep(0.005)
             assert held._last == 0
             await producer.delta()
+            async with asyncio.timeout(60):
+                while held._last < SHEAF:
+                    await asyncio.sleep(0.005)
             await producer.delta()
             async with asyncio.timeout(60):
-                while held._last < SHEAF or len(held._buffer) < 1:
+                while len(held._buffer) < 1:
                     await asyncio.sleep(0.005)
             await producer.done()
             for result in await asyncio.gather(*waiting):
