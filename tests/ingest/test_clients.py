@@ -20,7 +20,7 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.redis import CONNECTIONS, is_unavailable
 from tests.chaos.fault_proxy import FaultProxy
-from tests.ingest.test_subscription import Producer
+from tests.ingest.producer import Producer
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 STREAM = "pm:{default.0}:in:1"

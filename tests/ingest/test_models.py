@@ -14,7 +14,7 @@ from pagemill.engine.errors import ConfigError, RequestError
 from pagemill.ingest.client import AsyncClient, Client
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.model_map import read_models
-from tests.ingest.test_subscription import Producer
+from tests.ingest.producer import Producer
 
 MODELS = {"small": "a", "large": "b", "big": "b"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
@@ -14,7 +15,9 @@ from pagemill.ingest.client import AsyncClient
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.events import NO_CHAIN, Transcript, extend_chain
 from pagemill.ingest.replay import Replay
-from tests.ingest.test_subscription import Producer, Run
+from tests.ingest.producer import Producer
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def cut(token_ids: list[int], cuts: list[int], attempt: int, first_seq: int = 1) -> list[dict[str, Any]]:

@@ -3,105 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import orjson
 import pytest
-from redis.exceptions import ResponseError
 
 from pagemill.engine.errors import RequestError
-from pagemill.ingest import scripts
-from pagemill.ingest.client import AsyncClient, Client, QueueUnavailableError, RequestFailed
+from pagemill.ingest.client import AsyncClient, RequestFailed
 from pagemill.ingest.config import QueueConfig
-from pagemill.ingest.entries import Entry
-from pagemill.ingest.events import NO_CHAIN, event, extend_chain
-from pagemill.ingest.keys import GROUP, QueueKeys
-from pagemill.ingest.redis import connect_commands
 from pagemill.ingest.subscription import SHEAF
+from tests.ingest.producer import Producer, expected_text
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
-
-
-class Producer:
-    """Owns one request and publishes `count` one-token deltas and the end of it."""
-
-    def __init__(self, config: QueueConfig, request_id: str) -> None:
-        self.redis = connect_commands(config.redis_url, "producer")
-        self.shard = QueueKeys(config.key_prefix, config.queue).shard_of(request_id)
-        self.request_id = request_id
-        self.seq = 0
-        self.chain = NO_CHAIN
-        self.attempt = 1
-        self.entry: Entry | None = None
-
-    async def begin(self) -> None:
-        stream = self.shard.streams[1]
-        if not await self.redis.exists(self.shard.record(self.request_id)):
-            await self.redis.xadd(stream, {"v": 1, "id": self.request_id, "body": "{}"})
-        with contextlib.suppress(ResponseError):  # the group is there
-            await self.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
-        reply: Any = await self.redis.xreadgroup(GROUP, "e1", {stream: ">"}, count=1)
-        ((_, ((entry_id, fields),)),) = reply
-        self.entry = Entry(self.shard, 1, entry_id, fields)
-        call = scripts.begin(self.entry, "e1", self.request_id, ttl_ms=60_000, tenant="default", seed=1)
-        assert (await scripts.run_one(self.redis, call))[0] == b"ok"
-
-    async def delta(self, text: str | None = None, token_id: int | None = None) -> None:
-        self.seq += 1
-        token_id = self.seq if token_id is None else token_id
-        self.chain = extend_chain(self.chain, [token_id])
-        fields = {"index": 0, "offset": self.seq - 1, "count": 1, "token_ids": [token_id]}
-        fields |= {"text": f"{self.seq} " if text is None else text, "text_offset": 0, "logprobs": None}
-        data = event(self.seq, self.attempt, "delta", **fields, chain=self.chain)
-        call = scripts.append(self.shard, self.request_id, "e1", self.attempt, self.seq - 1, [data])
-        assert (await scripts.run_one(self.redis, call)).startswith(b"ok")
-
-    async def done(self, state: str = "completed", **fields: Any) -> None:
-        assert self.entry is not None
-        tokens = list(range(1, self.seq + 1))
-        text = "".join(f"{token} " for token in tokens)
-        choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": "stop", "stop_reason": None}
-        ends = [
-            event(self.seq + 1, self.attempt, "choice", index=0, finish_reason="stop", stop_reason=None),
-            event(
-                self.seq + 2,
-                self.attempt,
-                "done",
-                state=state,
-                usage={"completion_tokens": self.seq},
-                metrics={},
-                **fields,
-            ),
-        ]
-        call = scripts.finish(
-            self.entry,
-            self.request_id,
-            "e1",
-            self.attempt,
-            self.seq,
-            ends,
-            state=state,
-            result=orjson.dumps([choice]),
-            usage=orjson.dumps({"completion_tokens": self.seq}),
-            metrics=b"{}",
-            error=orjson.dumps(fields["error"]) if "error" in fields else b"",
-            num_tokens=self.seq,
-            result_ttl_ms=3_600_000,
-            replay_ttl_ms=600_000,
-        )
-        assert (await scripts.run_one(self.redis, call)).startswith(b"ok")
-
-    async def aclose(self) -> None:
-        await self.redis.aclose()
-
-
-def expected_text(count: int) -> str:
-    return "".join(f"{number} " for number in range(1, count + 1))
 
 
 def test_early_late_and_restarting_readers_see_the_same(queue_config: QueueConfig, run: Run) -> None:
@@ -389,93 +303,6 @@ def test_what_does_not_complete_raises(queue_config: QueueConfig, run: Run) -> N
     run(scenario())
 
 
-def test_submitting(queue_config: QueueConfig, run: Run) -> None:
-    async def scenario() -> None:
-        async with AsyncClient(queue_config) as client:
-            shard = client.keys.shards[0]
-            redis = connect_commands(queue_config.redis_url, "test")
-            handle = await client.submit(prompt="x", max_tokens=3, priority=0, idempotency_key="k", ttl_ms=5000)
-            ((_, fields),) = await redis.xrange(shard.streams[0])  # type: ignore[misc]
-            assert fields[b"v"] == b"1" and fields[b"id"].decode() == handle.id
-            body = {"prompt": "x", "max_tokens": 3, "priority": 0, "ttl_ms": 5000, "idempotency_key": "k"}
-            assert orjson.loads(fields[b"body"]) == body
-            again = await client.submit(idempotency_key="k", ttl_ms=5000, priority=0, max_tokens=3, prompt="x")
-            assert (again.id, again.replayed, handle.replayed) == (handle.id, True, False)
-            with pytest.raises(RequestError) as caught:
-                await client.submit(prompt="y", idempotency_key="k")
-            assert caught.value.code == "idempotency_conflict"
-            await client.submit({"prompt_token_ids": [1, 2]}, id="mine")
-            with pytest.raises(RequestError) as caught:
-                await client.submit(prompt="x", id="mine")
-            assert caught.value.code == "duplicate_id"
-            long = await client.submit(prompt="x" * 100_000)
-            assert await redis.strlen(shard.blob(long.id)) > 100_000
-            assert b"body" not in (await redis.xrange(shard.streams[1]))[1][1]  # type: ignore[index,operator]
-            assert await client.cancel(long.id) == "cancelled"
-            with pytest.raises(RequestFailed) as failed:
-                await long.result(timeout=60)
-            assert failed.value.code == "cancelled"
-            await redis.aclose()
-
-    run(scenario())
-
-
-def test_bad_requests_are_refused_before_they_are_sent(refusing_url: str, run: Run) -> None:
-    async def scenario() -> None:
-        async with AsyncClient(refusing_url) as client:
-            bad: list[tuple[dict[str, Any], str | None]] = [
-                ({}, "prompt"),
-                ({"prompt": ""}, "prompt"),
-                ({"prompt": "x", "messages": [{"role": "user", "content": "y"}]}, "messages"),
-                ({"prompt": "x", "temperature": float("nan")}, "temperature"),
-                ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
-                ({"prompt": "x", "max_token": 1}, "max_token"),
-                ({"prompt": "\ud800"}, "prompt"),
-                ({"prompt": "x" * (1 << 20)}, "body"),
-                ({"prompt": "x", "id": "a b"}, "id"),
-            ]
-            for arguments, param in bad:
-                with pytest.raises(RequestError) as caught:
-                    await client.submit(**arguments)
-                assert caught.value.param == param
-            with pytest.raises(QueueUnavailableError):
-                await client.submit(prompt="x")
-
-    run(scenario())
-
-
-def test_the_synchronous_client(queue_config: QueueConfig, run: Run) -> None:
-    async def scenario() -> None:
-        producer = Producer(queue_config, "a")
-
-        def consume() -> tuple[str, str, list[int]]:
-            with Client(queue_config) as client:
-                handle = client.submit(prompt="x", id="a")
-                submitted.set()
-                first = next(iter(handle)).text
-                text = "".join(delta.text for delta in handle)
-                result = handle.result(timeout=60)
-                assert result.text == text
-                with pytest.raises(TimeoutError):
-                    client.submit(prompt="x").result(timeout=0.05)
-                return first, text, [item["seq"] for item in handle.events()]
-
-        submitted = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        submitted_set = submitted.set
-        submitted.set = lambda: loop.call_soon_threadsafe(submitted_set)  # type: ignore[method-assign,assignment]
-        consumer = asyncio.create_task(asyncio.to_thread(consume))
-        await submitted.wait()
-        await producer.begin()
-        for _ in range(10):
-            await producer.delta()
-        await producer.done()
-        assert await consumer == ("1 ", expected_text(10), list(range(1, 13)))
-        await producer.aclose()
-
-    run(scenario())
-
-
 def test_a_burst_of_events_leaves_turns_to_others(queue_config: QueueConfig, run: Run) -> None:
     """An engine tells of all its requests at once; whoever else the process serves does not wait for all of it."""
     turns, taken, count = 0, [], 640
@@ -503,36 +330,6 @@ def test_a_burst_of_events_leaves_turns_to_others(queue_config: QueueConfig, run
         assert len(set(taken)) >= count // 16 - 1
 
     run(scenario())
-
-
-def test_the_synchronous_client_after_a_fork(queue_config: QueueConfig) -> None:
-    script = """
-import os, sys
-from pagemill.ingest.client import Client
-client = Client(sys.argv[1])
-client.submit(prompt="x", id="parent")
-client._lock.acquire()  # as another thread would at that moment
-pid = os.fork()
-if pid == 0:
-    client.submit(prompt="x", id="child")
-    os._exit(0)
-client._lock.release()
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-print(client.cancel("child"), client.cancel("parent"))
-events = client.attach("parent").events()
-next(events)  # and left open: the interpreter must end all the same
-"""
-    command = [sys.executable, "-W", "ignore", "-c", script, queue_config.redis_url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert (done.stdout, done.returncode) == ("cancelled cancelled\n", 0), done.stderr
-
-
-def test_the_client_needs_neither_torch_nor_transformers() -> None:
-    script = (
-        "import sys, pagemill.ingest.client; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
-    assert done.stdout == "[]\n", done.stderr
 
 
 def test_a_deadline_counts_although_no_engine_lives(queue_config: QueueConfig, run: Run) -> None:
