@@ -7,6 +7,7 @@ import os
 
 def available_threads() -> int:
     """Cores that this process may run on (taskset, cpusets). An engine also heeds its CPU quota, and says so."""
-    if hasattr(os, "sched_getaffinity"):
+    try:
         return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    except (AttributeError, OSError):  # no Linux; a sandbox that refuses the question
+        return os.cpu_count() or 1
