@@ -13,6 +13,7 @@ The others learn from the same heartbeat what this engine can do; `submit` and `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from importlib import metadata
@@ -83,9 +84,16 @@ class Lease:
         return self._renewed_at > float("-inf")
 
     async def run(self) -> None:
-        """Renew until cancelled, whatever happens to Redis."""
+        """Renew until cancelled, whatever happens to Redis; also when the engine begins to leave: until that is told,
+        requests are accepted because it would start them."""
         while True:
-            await asyncio.sleep(min(BEAT_S, self._config.heartbeat_timeout_s / 4))
+            beat_s = min(BEAT_S, self._config.heartbeat_timeout_s / 4)
+            if self._stopping.is_set():
+                await asyncio.sleep(beat_s)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(beat_s):
+                        await self._stopping.wait()
             try:
                 await self.renew()
             except (RedisError, OSError) as error:
@@ -161,6 +169,7 @@ class Lease:
             "swapped_blocks": statistics.swapped_blocks,
             "version": self._version,
             "room": engine.has_room() and not self._stopping.is_set(),
+            "leaving": self._stopping.is_set(),
             "prefill_tokens_s": statistics.prefill_tokens_s,
             "decode_tokens_s": statistics.decode_tokens_s,
             "waiting_requests": backlog.requests,

@@ -22,7 +22,8 @@ local function checked(outlook)
   return outlook
 end
 
--- What the engines with a fresh heartbeat have said of themselves; `age`: seconds since then.
+-- What the engines with a fresh heartbeat have said of themselves; `age`: seconds since then, `leaving`: what waits now
+-- waits for the others.
 local function live_engines(base, now, timeout_ms)
   local engines = {}
   local beats = redis.call('ZRANGEBYSCORE', base .. 'hb', now - timeout_ms, '+inf', 'WITHSCORES')
@@ -126,17 +127,20 @@ local function refuse(base, group, now, stream, tenant, tokens, left_ms, timeout
   end
   if waiting == 0 then return nil end
 
-  local engines = live_engines(base, now, timeout_ms)
+  local engines = {}
   local inside, inside_tokens, places, token_places = 0, 0, 0, 0
-  for _, engine in ipairs(engines) do
+  for _, engine in ipairs(live_engines(base, now, timeout_ms)) do
     local own = type(engine.caps) == 'table' and engine.caps or {}
     for i, name in ipairs({'requests', 'prompt_tokens', 'tenant_requests', 'tenant_prompt_tokens'}) do
       caps[i] = least(caps[i], own[name]) or ''
     end
-    inside = inside + engine.waiting_requests
-    inside_tokens = inside_tokens + engine.waiting_tokens
-    places = places and tonumber(own.places) and places + own.places
-    token_places = token_places and tonumber(own.token_places) and token_places + own.token_places
+    if engine.leaving ~= true then
+      engines[#engines + 1] = engine
+      inside = inside + engine.waiting_requests
+      inside_tokens = inside_tokens + engine.waiting_tokens
+      places = places and tonumber(own.places) and places + own.places
+      token_places = token_places and tonumber(own.token_places) and token_places + own.token_places
+    end
   end
   -- What the engines themselves allow to wait for them, inside and here.
   if #engines == 0 then places, token_places = nil, nil end

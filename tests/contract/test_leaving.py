@@ -9,13 +9,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 import pytest
 
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.engine.config import EngineConfig
-from pagemill.ingest import scripts
+from pagemill.ingest import leases, scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys
+from pagemill.ingest.leases import Lease
 from pagemill.ingest.redis import connect_commands
 from pagemill.ingest.worker import Worker
 from tests.contract.conftest import TAG, Outside
@@ -154,6 +156,37 @@ def test_an_engine_that_has_nothing_to_do_leaves_without_waiting_for_its_read(
         await asyncio.wait_for(task, PATIENCE_S)
         await engine.stop()
         assert not await outside.engines()
+
+    play(scenario())
+
+
+def test_an_engine_that_begins_to_leave_says_so_with_a_heartbeat_at_once(
+    play: Callable[..., Any],
+    tiny: EngineConfig,
+    queue_config: QueueConfig,
+    outside: Outside,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "BEAT_S", 3600.0)
+    config = queue_config.replace(heartbeat_timeout_s=4 * 3600.0)
+
+    async def scenario() -> None:
+        engine, stopping = await AsyncEngine.create(tiny), asyncio.Event()
+        client = connect_commands(config.redis_url, "leaves")
+        lease = Lease(engine, config, client, "leaves", stopping)
+
+        async def leaves() -> Any:
+            return orjson.loads(await outside.redis.hget(f"{TAG}:engines", "leaves"))["leaving"]
+
+        await lease.renew()
+        task = asyncio.create_task(lease.run())
+        assert await leaves() is False
+        stopping.set()
+        await until(leaves)
+        task.cancel()
+        await asyncio.wait({task})
+        await client.aclose()
+        await engine.stop()
 
     play(scenario())
 

@@ -192,6 +192,33 @@ def test_deadlines_that_cannot_be_met_are_refused(on_queue: Any) -> None:
     on_queue(scenario)
 
 
+def test_an_engine_that_leaves_starts_nothing_any_more(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        own = {"places": 5, "token_places": 10_000, "requests": 9}
+        await describe(client, "e1", outlook=OUTLOOK, caps=own)
+        await describe(client, "e2", outlook=OUTLOOK, caps=own)
+        for number in range(5):
+            assert (await submit(client, f"r{number}", tokens=100)).status == "ok"
+        # The two of them start six within 3 s, one alone does not.
+        assert (await submit(client, "both", tokens=100, ttl_ms=3_000)).status == "ok"
+        await describe(client, "e2", outlook=OUTLOOK, caps=own, leaving=True)
+        refused = await submit(client, "one", tokens=100, ttl_ms=3_000)
+        assert b"max_waiting_requests of all engines is 5" in (refused.error or b"")
+        own["places"] = own["token_places"] = None
+        await describe(client, "e1", outlook=OUTLOOK, caps=own)
+        refused = await submit(client, "late", tokens=100, ttl_ms=3_000)
+        assert orjson.loads(refused.error or b"")["code"] == "deadline_unreachable"
+        # Nobody can tell when an engine comes, but one that leaves lives, and the caps of the queue are still these.
+        await describe(client, "e1", outlook=OUTLOOK, caps=own, leaving=True)
+        strict = scripts.Admission(heartbeat_timeout_ms=5_000, needs_engine=True)
+        for name in ("two", "three", "four"):
+            assert (await submit(client, name, tokens=100, ttl_ms=3_000, admission=strict)).status == "ok"
+        refused = await submit(client, "five", tokens=100, ttl_ms=3_000, admission=strict)
+        assert b"9 requests wait, max_queued_requests is 9" in (refused.error or b"")
+
+    on_queue(scenario)
+
+
 def test_the_forecast_is_that_of_the_engines_own_door(on_queue: Any) -> None:
     """Random outlooks and backlogs: the script and `Acceptance` refuse the same, with the same hint."""
     random_ = random.Random(5)
