@@ -90,6 +90,7 @@ class StreamReader:
         self._looked_at: list[str | bytes] = ["0-0"] * PRIORITIES
         self._grouped = False
         self._losses = 0
+        self._has_told_unreadable = False
         self._tell_loss_at = self._tell_found_at = float("-inf")
         self._recover = False
         self._reap_at = clock()
@@ -194,7 +195,11 @@ class StreamReader:
                     (stream, entry_id, Offer(*words, level=int(words[1][0]), running=int(fields[b"running"])))
                 )
             except (KeyError, ValueError, IndexError) as error:
-                _log.warning("what another engine says cannot be read", reason=f"{type(error).__name__}: {error}")
+                # A newer engine may say what this one has no word for, again and again: there may be something.
+                self._reap_at = self._clock()
+                if not self._has_told_unreadable:
+                    _log.warning("what another engine says cannot be read", reason=f"{type(error).__name__}: {error}")
+                self._has_told_unreadable = True
         notes = [note for note, _ in told]
         pipeline = self._client.pipeline(transaction=False)
         pipeline.xack(self._told, GROUP, *notes)
