@@ -89,7 +89,7 @@ def step(shape: Shape, tables: Any) -> AttentionMetadata:
 
 def layers_of(layout: KVLayout) -> list[LayerKV]:
     pool = layout.allocate()
-    pool.copy_(torch.randn(layout.elements_per_block).to(layout.dtype).expand_as(pool))
+    pool.copy_(torch.randn(layout.elements_per_piece).to(layout.dtype).expand_as(pool))
     return [layout.layer(pool, index) for index in range(layout.num_layers)]
 
 

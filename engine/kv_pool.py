@@ -1,8 +1,13 @@
-"""The KV pool: one tensor, seen layer by layer by the model and block by block by everything else."""
+"""The KV pool: one tensor, seen layer by layer by the model and block by block by everything else.
+
+A host pool beside it has the same form. Between two pools in the host's memory neighbouring blocks move at once, layer
+by layer, as long copies; between a device and the host all blocks of a run are gathered first, since there each copy
+costs a launch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -30,17 +35,40 @@ class KVPool:
         self._pool.zero_()
 
     def move_blocks(self, moves: Sequence[BlockMove]) -> None:
-        """Make the moves one after the other, runs of one kind at once. Within a run all sources are read before a
-        target is written, which no run of the scheduler's can tell from one after the other."""
+        """Make the moves one after the other, runs of one kind at once. Copies of a run are all read before one is
+        written, which no run of the scheduler's can tell from one after the other."""
         for kind, run in groupby(moves, key=lambda move: move.kind):
-            pairs = torch.tensor([(move.source, move.target) for move in run], dtype=torch.int64)
+            pairs = [(move.source, move.target) for move in run]
             if kind == "copy":
-                self._ops.copy_blocks(self._pool, pairs.to(self._pool.device))
+                self._ops.copy_blocks(self._pool, torch.tensor(pairs, dtype=torch.int64, device=self._pool.device))
             elif kind == "out":
-                self._host[pairs[:, 1]] = self._pool[pairs[:, 0].to(self._pool.device)].to(self._host.device)
+                _move(self._pool, self._host, pairs)
             else:
-                self._pool[pairs[:, 1].to(self._pool.device)] = self._host[pairs[:, 0]].to(self._pool.device)
+                _move(self._host, self._pool, pairs)
 
     def _host_memory(self, num_blocks: int) -> torch.Tensor:
+        layers, _, piece = self._pool.shape
         pinned = self._pool.device.type == "cuda" and num_blocks > 0
-        return torch.empty((num_blocks, *self._pool.shape[1:]), dtype=self._pool.dtype, pin_memory=pinned)
+        return torch.empty((layers, num_blocks, piece), dtype=self._pool.dtype, pin_memory=pinned)
+
+
+def _move(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    if source.device == target.device:
+        for start, end, count in _runs(pairs):
+            target[:, end : end + count] = source[:, start : start + count]
+    else:
+        starts, ends = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        moved = source[:, starts.to(source.device)].to(target.device)
+        target[:, ends.to(target.device)] = moved
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Pairs of neighbours as (first source, first target, how many), in the order of the pairs."""
+    start, end, count = *pairs[0], 1
+    for source, target in pairs[1:]:
+        if source == start + count and target == end + count:
+            count += 1
+        else:
+            yield start, end, count
+            start, end, count = source, target, 1
+    yield start, end, count

@@ -1,12 +1,20 @@
 """Where the keys and values of a block lie in memory: the one place that knows.
 
-The pool is one tensor with the block outermost, so that one block (all layers, keys and values) is one contiguous
-piece: a copy-on-write copy or a swap moves it whole. Inside a block the order is the one that the device reads fastest:
+The pool is one tensor [layer, block, piece]. A piece is what one layer keeps in one block, keys and values, and lies
+in a row; those of neighbouring blocks lie side by side. Attention reads one layer at a time, so all that it reads lies
+in one stretch of the pool, and a sequence whose blocks have ascending ids is one stream. A copy or a swap of a block
+moves as many pieces as there are layers, some KiB each.
 
-* "token_major" (CUDA): [layer, 2, block_size, kv_heads, head_dim].
-* "k_major" (CPU): [layer, 2, kv_heads, ...]. Keys are [head_dim / P, block_size, P], so that a product with a query
-  walks the tokens of a block with whole vectors; P elements (two for 16-bit types, else one) share a 32-bit word, which
-  is how a CPU widens bfloat16 with one shift and one mask. Values are [block_size, head_dim].
+Inside a piece the order is the one that the device reads fastest:
+
+* "token_major" (CUDA): [2, block_size, kv_heads, head_dim].
+* "k_major" (CPU): [2, kv_heads, ...]. Keys are [head_dim / P, block_size, P], so that a product with a query walks the
+  tokens of a block with whole vectors; P elements (two for 16-bit types, else one) share a 32-bit word, which is how a
+  CPU widens bfloat16 with one shift and one mask. Values are [block_size, head_dim].
+
+Rejected: the block outermost, [block, layer, ...], which makes a block one piece to move and was slower to read
+(`docs/architecture.md` has the figures); keys and values of a layer apart, [layer, 2, block, ...], which gained nothing
+more.
 
 Block 0 is the null block: padding may point at it and nobody reads it.
 """
@@ -109,30 +117,31 @@ class KVLayout:
         return 2 if self.form == "k_major" and self.dtype.itemsize == 2 else 1
 
     @property
-    def elements_per_block(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+    def elements_per_piece(self) -> int:
+        """Elements of one layer's keys and values in one block."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        return self.elements_per_block * self.dtype.itemsize
+        return self.num_layers * self.elements_per_piece * self.dtype.itemsize
 
     def allocate(self) -> torch.Tensor:
-        """The pool [num_blocks, elements_per_block]. The null block is zero, the rest is not written.
+        """The pool [num_layers, num_blocks, elements_per_piece]. The null block is zero, the rest is not written.
 
         On the CPU the operating system commits memory as blocks are first written, so that a generous pool costs
         nothing until it is used.
         """
-        shape = (self.num_blocks, self.elements_per_block)
+        shape = (self.num_layers, self.num_blocks, self.elements_per_piece)
         if torch.device(self.device).type == "cpu":
-            # NumPy asks for huge pages (torch does not): blocks are read in random order, which is hard on the TLB.
+            # NumPy asks for huge pages (torch does not): blocks are read in any order, which is hard on the TLB.
             raw = np.empty(math.prod(shape) * self.dtype.itemsize + _ALIGNMENT, dtype=np.uint8)
             start = -raw.ctypes.data % _ALIGNMENT
             pool = torch.from_numpy(raw[start : start + math.prod(shape) * self.dtype.itemsize])
             pool = pool.view(self.dtype).view(shape)
         else:
             pool = torch.empty(shape, dtype=self.dtype, device=self.device)
-        pool[0].zero_()
+        pool[:, 0].zero_()
         return pool
 
     def layer(self, pool: torch.Tensor, index: int) -> LayerKV:
@@ -141,11 +150,10 @@ class KVLayout:
             raise IndexError(f"layer {index} of {self.num_layers}")
         assert self.form is not None
         heads, tokens, dim, pack = self.num_kv_heads, self.block_size, self.head_dim, self._pack
-        parts = pool.view(self.num_blocks, self.num_layers, 2, tokens * heads * dim)[:, index]
+        keys, values = pool[index].view(self.num_blocks, 2, tokens * heads * dim).unbind(1)
         if self.form == "token_major":
-            k = parts[:, 0].view(self.num_blocks, tokens, heads, dim)
-            v = parts[:, 1].view(self.num_blocks, tokens, heads, dim)
+            k, v = (part.view(self.num_blocks, tokens, heads, dim) for part in (keys, values))
         else:
-            k = parts[:, 0].view(self.num_blocks, heads, dim // pack, tokens, pack)
-            v = parts[:, 1].view(self.num_blocks, heads, tokens, dim)
+            k = keys.view(self.num_blocks, heads, dim // pack, tokens, pack)
+            v = values.view(self.num_blocks, heads, tokens, dim)
         return LayerKV(k, v, self.form, self.num_blocks, tokens, heads, dim)

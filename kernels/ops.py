@@ -288,7 +288,8 @@ class Ops(Protocol):
         ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
-        """Copy whole blocks of the pool, pairs int64 [n, 2] of (source, destination). All reads come before writes."""
+        """Copy whole blocks of a pool [layers, blocks, piece], pairs int64 [n, 2] of (source, destination). All reads
+        come before writes."""
         ...
 
     def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:

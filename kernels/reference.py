@@ -136,7 +136,7 @@ class ReferenceOps:
         return None
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
-        pool[pairs[:, 1]] = pool[pairs[:, 0]]
+        pool[:, pairs[:, 1]] = pool[:, pairs[:, 0]]
 
     def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
         rows, vocab_size = logits.shape

@@ -15,8 +15,7 @@ Within a segment a row has one maximum: scores, then weights, then weighted valu
 segments of a row join by their maxima and sums.
 
 Left out, since it gained nothing on a quiet machine: asking the caches ahead for the values of a streamed segment and
-its next keys; four blocks are read at once anyway. Consecutive blocks would not be one stream either: the pool has the
-block outermost, so in one layer they lie all other layers apart.
+its next keys; four blocks are read at once anyway.
 """
 
 from __future__ import annotations

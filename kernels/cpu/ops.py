@@ -324,7 +324,7 @@ class CpuOps:
         return CpuDecoder(stack, self._team, _like(dtype), self._attention_plan) if can_run(stack, dtype) else None
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
-        pool[pairs[:, 1]] = pool[pairs[:, 0]]
+        pool[:, pairs[:, 1]] = pool[:, pairs[:, 0]]
 
     def edit_logits(self, logits: torch.Tensor, edits: LogitEdits) -> None:
         rows, vocab_size = logits.shape

@@ -4,8 +4,7 @@ Rows of a tile are tokens x query heads of one KV head (packed GQA), so each byt
 group. Blocks are combined by running maximum and sum (log-sum-exp), in base 2. The key loop is split into whole tiles
 without any mask and edge tiles with all of them: the masks cost a fifth to a half of a tile's instructions.
 
-Offsets into the pool are int64: with all layers of a block in one piece, an int32 offset wraps at a few thousand
-blocks.
+Offsets into the pool are int64: an int32 offset wraps at 2^31 elements of one layer, a few million tokens.
 """
 
 # Parameters of a kernel are Triton values and constants, which Python annotations cannot say.

@@ -149,7 +149,7 @@ def _write_kv(ops: Ops, device: str, dtype: torch.dtype, block_size: int) -> Out
 
 
 def _copy_blocks(ops: Ops, device: str, pairs: Sequence[tuple[int, int]]) -> Outcome:
-    (got,) = normal("copy_blocks", device, torch.float16, (8, 5000))
+    (got,) = normal("copy_blocks", device, torch.float16, (3, 8, 5000))
     want = got.clone()
     tensor = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
     ops.copy_blocks(got, tensor)
@@ -158,10 +158,10 @@ def _copy_blocks(ops: Ops, device: str, pairs: Sequence[tuple[int, int]]) -> Out
 
 
 def _far_blocks(ops: Ops, device: str) -> Outcome:
-    """A pool of more than 2^31 elements, with data in its last blocks: an int32 offset would wrap."""
+    """A layer of more than 2^31 elements, with data in its last blocks: an int32 offset would wrap."""
     layout = KVLayout(
-        num_blocks=2060,
-        num_layers=32,
+        num_blocks=65_560,
+        num_layers=1,
         block_size=16,
         num_kv_heads=8,
         head_dim=128,
@@ -170,9 +170,9 @@ def _far_blocks(ops: Ops, device: str) -> Outcome:
         form=ops.kv_form,
     )
     pool = layout.allocate()
-    kv = layout.layer(pool, 31)
+    kv = layout.layer(pool, 0)
     length = 20
-    table = np.array([[2057, 2059]], dtype=np.int32)
+    table = np.array([[65_557, 65_559]], dtype=np.int32)
     at = np.arange(length)
     slots = table[0, at // 16].astype(np.int64) * 16 + at % 16
     query, key, value = normal("far", device, torch.float16, (length, 8, 128), (length, 8, 128), (length, 8, 128))
@@ -185,9 +185,9 @@ def _far_blocks(ops: Ops, device: str) -> Outcome:
         device=device,
     )
     ops.write_kv(key, value, kv, meta.slot_mapping)
-    ops.copy_blocks(pool, torch.tensor([[2059, 2058]]))
-    if not torch.equal(pool[2058, -1024:], pool[2059, -1024:]):
-        return Outcome(torch.inf, 0.0, pool[2058])
+    ops.copy_blocks(pool, torch.tensor([[65_559, 65_558]]))
+    if not torch.equal(pool[0, 65_558, -1024:], pool[0, 65_559, -1024:]):
+        return Outcome(torch.inf, 0.0, pool[0, 65_558])
     got = ops.paged_attention(query, kv, meta, scale=0.1)
     want = ReferenceOps(ops.kv_form).paged_attention(query, kv, meta, scale=0.1)
     return Outcome(relative(got, want), ATTENTION_TOLERANCE[torch.float16], got)

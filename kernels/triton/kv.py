@@ -88,11 +88,14 @@ def _rotate(at, cos, sin, mask, HALF_DIM: tl.constexpr):
 
 
 @triton.jit
-def copy_blocks_kernel(pool, pairs, block_stride: tl.int64, WORDS: tl.constexpr, CHUNK: tl.constexpr):
-    """Copies the WORDS words of block pairs[i, 0] to pairs[i, 1]. Grid (pairs, chunks of a block)."""
+def copy_blocks_kernel(
+    pool, pairs, layer_stride: tl.int64, block_stride: tl.int64, WORDS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Copies each layer's WORDS words of block pairs[i, 0] to pairs[i, 1]. Grid (pairs, layers, chunks of words)."""
     pair = pairs + tl.program_id(0).to(tl.int64) * 2
-    words = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    words = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
     mask = words < WORDS
-    source = pool + tl.load(pair) * block_stride
-    destination = pool + tl.load(pair + 1) * block_stride
+    layer = pool + tl.program_id(1).to(tl.int64) * layer_stride
+    source = layer + tl.load(pair) * block_stride
+    destination = layer + tl.load(pair + 1) * block_stride
     tl.store(destination + words, tl.load(source + words, mask=mask), mask=mask)

@@ -273,16 +273,17 @@ class TritonOps:
         """Pairs on the host whose sources are no destinations are copied in place; others through a gathered copy."""
         if pairs.device.type != "cpu" or np.intersect1d(pairs[:, 0].numpy(), pairs[:, 1].numpy()).size:
             on_device = pairs.to(pool.device)
-            pool.index_copy_(0, on_device[:, 1], pool.index_select(0, on_device[:, 0]))
+            pool.index_copy_(1, on_device[:, 1], pool.index_select(1, on_device[:, 0]))
             return
         words = pool.view(torch.int16 if pool.element_size() == 2 else torch.int32)
         self._launch(
             copy_blocks_kernel,
-            (pairs.shape[0], -(-words.shape[1] // _COPY_BLOCK)),
+            (pairs.shape[0], words.shape[0], -(-words.shape[2] // _COPY_BLOCK)),
             words,
             pairs.to(pool.device),
             words.stride(0),
-            WORDS=words.shape[1],
+            words.stride(1),
+            WORDS=words.shape[2],
             CHUNK=_COPY_BLOCK,
             num_warps=4,
         )

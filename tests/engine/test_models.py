@@ -124,7 +124,7 @@ def test_layers_in_one_call_have_the_bits_of_operation_by_operation(saved: Saved
             batch = BatchBuilder(block_size=8, vocab_size=VOCAB, device="cpu").build(scheduled)
             with torch.inference_mode():
                 found.append(model.forward(batch.token_ids, batch.meta, runner._pool.layers, batch.wanted))
-        found.append(runner._pool._pool[1:].clone())
+        found.append(runner._pool._pool[:, 1:].clone())
     half = len(found) // 2
     for one, other in zip(found[:half], found[half:], strict=True):
         assert one.shape == other.shape

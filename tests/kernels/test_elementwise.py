@@ -219,9 +219,9 @@ def test_a_product_of_the_wrong_width_is_refused(cpu: CpuOps) -> None:
 
 
 def test_copy_blocks_reads_before_it_writes(cpu: CpuOps) -> None:
-    pool = torch.arange(5.0)[:, None].repeat(1, 6)
+    pool = torch.arange(10.0).view(2, 5, 1).repeat(1, 1, 6)
     cpu.copy_blocks(pool, torch.tensor([[1, 2], [2, 3], [4, 1]]))
-    assert pool[:, 0].tolist() == [0.0, 4.0, 1.0, 2.0, 4.0]
+    assert pool[..., 0].tolist() == [[0.0, 4.0, 1.0, 2.0, 4.0], [5.0, 9.0, 6.0, 7.0, 9.0]]
 
 
 def test_other_types_are_refused_by_name(cpu: CpuOps) -> None:

@@ -17,7 +17,7 @@ SHAPE = {"num_blocks": 5, "num_layers": 3, "block_size": 4, "num_kv_heads": 2, "
 def test_layers_share_the_pool_without_overlap(dtype: torch.dtype, form: KVForm) -> None:
     layout = KVLayout(**SHAPE, dtype=dtype, form=form)
     pool = layout.allocate()
-    assert pool.shape == (5, layout.elements_per_block)
+    assert pool.shape == (3, 5, layout.elements_per_piece)
     assert layout.bytes_per_block == 3 * 2 * 2 * 4 * 6 * dtype.itemsize
     assert pool.data_ptr() % 64 == 0
     slots = torch.arange(20)
@@ -33,14 +33,22 @@ def test_layers_share_the_pool_without_overlap(dtype: torch.dtype, form: KVForm)
 
 
 @pytest.mark.parametrize("form", ["k_major", "token_major"])
-def test_a_block_is_one_row_of_the_pool(form: KVForm) -> None:
+def test_a_block_is_one_piece_of_each_layer(form: KVForm) -> None:
     layout = KVLayout(**SHAPE, form=form)
     pool = layout.allocate()
     pool.zero_()
     for index in range(3):
         layout.layer(pool, index).scatter(torch.arange(8, 12), torch.ones(4, 2, 6), torch.ones(4, 2, 6))
-    assert (pool[2] == 1).all()
-    assert (pool[[0, 1, 3, 4]] == 0).all()
+    assert (pool[:, 2] == 1).all()
+    assert (pool[:, [0, 1, 3, 4]] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["k_major", "token_major"])
+def test_neighbouring_blocks_of_a_layer_lie_side_by_side(form: KVForm) -> None:
+    layout = KVLayout(**SHAPE, dtype=torch.bfloat16, form=form)
+    kv = layout.layer(layout.allocate(), 2)
+    assert kv.k[3].data_ptr() - kv.k[2].data_ptr() == kv.v[3].data_ptr() - kv.v[2].data_ptr() == 2 * 2 * 4 * 6 * 2
+    assert kv.v[2].data_ptr() - kv.k[2].data_ptr() == 2 * 4 * 6 * 2
 
 
 def test_the_null_block_is_zero_and_the_rest_is_not_committed() -> None:
@@ -48,7 +56,7 @@ def test_the_null_block_is_zero_and_the_rest_is_not_committed() -> None:
     before = process.memory_info().rss
     layout = KVLayout(num_blocks=2**12, num_layers=8, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     pool = layout.allocate()
-    assert (pool[0] == 0).all()
+    assert (pool[:, 0] == 0).all()
     assert pool.numel() * 2 == 2**31
     assert process.memory_info().rss - before < 2**26
 
