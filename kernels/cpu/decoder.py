@@ -271,8 +271,7 @@ class CpuDecoder:
             ],
             np.int64,
         )
-        with self._team.held() as board:
-            self._run(board, at, pool, meta, first)
+        self._run(self._team.board(), at, pool, meta, first)
         return hidden
 
     def _run(

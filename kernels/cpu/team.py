@@ -9,8 +9,14 @@ survive a fork costs nothing but its help. It also needs no OpenMP library, and 
 by address.
 
 The board, int64 words, is all that threads share. A helper spins a while for the next call, yielding its core to
-whoever wants it, and then sleeps until the caller wakes it. Only Python can wake it, so while compiled code makes many
-calls in a row the team is *held*: nobody goes to sleep, however long the caller works alone in between.
+whoever wants it, and then sleeps on a semaphore of the board until a caller posts it. It does all this in compiled
+code: once it has begun it does not come back to Python before its team is dissolved. A helper that slept in Python
+needed the interpreter's lock to go to sleep and to wake, at the very moments at which the step's own Python ran; and
+one that came back to Python while the process was ending could abort it.
+
+That no call is slept through is an argument of two words. A helper says that it sleeps and then looks at the gate; a
+caller opens the gate and then looks who sleeps. One of them sees the other. Who resets the word has to act: a caller
+posts, a helper stays awake. Posting takes no lock, so a process forked at any moment finds none that nobody holds.
 """
 
 # llvmlite and numba ship no types, and `intrinsic` returns what numba makes of a function.
@@ -18,11 +24,8 @@ calls in a row the team is *held*: nobody goes to sleep, however long the caller
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -33,18 +36,28 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu.jit import OPTIONS, kernel
+from pagemill.kernels.cpu.jit import OPTIONS, helper, kernel
+from pagemill.kernels.cpu.shared_words import (
+    add,
+    load,
+    make_semaphore,
+    now,
+    post,
+    store,
+    swap_if,
+    wait,
+    yield_core,
+)
 
 # Words of the board. Those that are written while others spin on them have a cache line of their own.
 _GATE = 0  # call number << 16 | _OPEN | helpers inside
 _NEXT = 8  # the next part to claim
 _BUSY = 16  # 1 while some thread's call has the team
 _PARTS, _WORKER, _FRAME = 24, 25, 26  # the call at the gate
-_STOP = 32
-_HELD = 33  # how many callers hold the team
-_THREADS = 34  # how many are in use
+_STOP, _THREADS = 32, 33  # whether to end; how many threads are in use
 _WAITED = 40  # nanoseconds that callers have waited for a thread that was long in coming
-_WORDS = 48
+_SLEEPS = 48  # of each helper 8 words: whether it sleeps, and a semaphore
+_LINE = 8
 
 _OPEN = 1 << 15
 _INSIDE = _OPEN - 1
@@ -54,79 +67,9 @@ _SPINS = 200  # looks at the gate before a core is first offered to others
 _PATIENCE_NS = 300_000  # a wait as long as this is no matter of parts of unequal size
 _YIELDS = 2000  # offers before a helper goes to sleep; about a millisecond on an idle machine
 
-_MONOTONIC = int(time.CLOCK_MONOTONIC)
 _I64 = ir.IntType(64)
 _POINTER = ir.IntType(8).as_pointer()
 _WORKER_TYPE = ir.FunctionType(ir.VoidType(), [_I64, _I64, _POINTER])
-
-
-def _word(builder: Any, board: Any, index: Any) -> Any:
-    return builder.gep(builder.inttoptr(board, _I64.as_pointer()), [index])
-
-
-@intrinsic
-def _load(typingctx: Any, board: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(_word(builder, *args), "seq_cst", 8)
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@intrinsic
-def _store(typingctx: Any, board: Any, index: Any, value: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        builder.store_atomic(args[2], _word(builder, args[0], args[1]), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _add(typingctx: Any, board: Any, index: Any, value: Any) -> Any:
-    """Add to a word; returns what it was before."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _word(builder, args[0], args[1]), args[2], "seq_cst")
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _swap_if(typingctx: Any, board: Any, index: Any, expected: Any, value: Any) -> Any:
-    """Set a word if it is what was expected; returns whether it was."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        result = builder.cmpxchg(_word(builder, args[0], args[1]), args[2], args[3], "seq_cst", "seq_cst")
-        return builder.extract_value(result, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _yield_core(typingctx: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), []), "sched_yield")
-        builder.call(function, [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@intrinsic
-def _now(typingctx: Any) -> Any:
-    """Nanoseconds of a clock that only goes on."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        time_type = ir.LiteralStructType([_I64, _I64])
-        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), time_type.as_pointer()])
-        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        found = cgutils.alloca_once(builder, time_type)
-        builder.call(function, [ir.Constant(ir.IntType(32), _MONOTONIC), found])
-        time = builder.load(found)
-        seconds = builder.mul(builder.extract_value(time, 0), ir.Constant(_I64, 1_000_000_000))
-        return builder.add(seconds, builder.extract_value(time, 1))
-
-    return types.int64(), codegen
 
 
 @intrinsic
@@ -193,65 +136,113 @@ def _keep(typingctx: Any, arguments: Any) -> Any:
     return types.void(arguments), lambda context, builder, sig, args: context.get_dummy_value()
 
 
+@helper
+def _sleep_word(rank: int) -> int:
+    return _SLEEPS + _LINE * (rank - 1)
+
+
+@helper
+def _semaphore(board: int, rank: int) -> int:
+    return board + 8 * (_sleep_word(rank) + 1)
+
+
+@helper
+def _wake(board: int, threads: int) -> None:
+    """Wake those helpers of a team of so many threads that sleep."""
+    for rank in range(1, threads):
+        if load(board, _sleep_word(rank)) != 0 and swap_if(board, _sleep_word(rank), 1, 0):
+            post(_semaphore(board, rank))
+
+
+@helper
+def _is_called(board: int, rank: int, last_call: int) -> bool:
+    """Whether a helper has something to do, which may be to end."""
+    gate = load(board, _GATE)
+    called = gate & _OPEN != 0 and gate >> _CALL != last_call and rank < load(board, _THREADS)
+    return called or load(board, _STOP) != 0
+
+
+@helper
+def _sleep(board: int, rank: int, last_call: int) -> None:
+    """Sleep until somebody calls. A signal wakes nobody."""
+    word = _sleep_word(rank)
+    store(board, word, 1)
+    if _is_called(board, rank, last_call) and swap_if(board, word, 1, 0):
+        return
+    while load(board, word) != 0:
+        wait(_semaphore(board, rank))
+
+
+@kernel
+def _end(board: int, threads: int) -> None:
+    """Let the helpers go."""
+    store(board, _STOP, 1)
+    _wake(board, threads)
+
+
 @numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
 def _share(board: int, worker: int, frame: int, parts_per_thread: int) -> None:
     """Run a call on the team; alone where another thread's call has it."""
-    parts = parts_per_thread * _load(board, _THREADS)
-    if not _swap_if(board, _BUSY, 0, 1):
+    threads = load(board, _THREADS)
+    parts = parts_per_thread * threads
+    if not swap_if(board, _BUSY, 0, 1):
         for part in range(parts):
             _call(worker, part, parts, frame)
         return
-    _store(board, _PARTS, parts)
-    _store(board, _WORKER, worker)
-    _store(board, _FRAME, frame)
-    _store(board, _NEXT, 0)
-    _store(board, _GATE, ((_load(board, _GATE) >> _CALL) + 1) << _CALL | _OPEN)
-    part = _add(board, _NEXT, 1)
+    store(board, _PARTS, parts)
+    store(board, _WORKER, worker)
+    store(board, _FRAME, frame)
+    store(board, _NEXT, 0)
+    store(board, _GATE, ((load(board, _GATE) >> _CALL) + 1) << _CALL | _OPEN)
+    _wake(board, threads)
+    part = add(board, _NEXT, 1)
     while part < parts:
         _call(worker, part, parts, frame)
-        part = _add(board, _NEXT, 1)
-    inside = (_add(board, _GATE, -_OPEN) - _OPEN) & _INSIDE
+        part = add(board, _NEXT, 1)
+    inside = (add(board, _GATE, -_OPEN) - _OPEN) & _INSIDE
     spins = 0
     since = 0
     while inside > 0:
         spins += 1
         if spins > _SPINS:
             if since == 0:
-                since = _now()
-            _yield_core()
-        inside = _load(board, _GATE) & _INSIDE
+                since = now()
+            yield_core()
+        inside = load(board, _GATE) & _INSIDE
     if since != 0:
-        waited = _now() - since
+        waited = now() - since
         if waited > _PATIENCE_NS:
-            _add(board, _WAITED, waited)
-    _store(board, _BUSY, 0)
+            add(board, _WAITED, waited)
+    store(board, _BUSY, 0)
 
 
 @kernel
-def _serve(board: int, rank: int, last_call: int) -> int:
-    """Help with calls until none has come for a while, or the team is dissolved or does without this helper; returns
-    the last call helped with."""
+def _serve(board: int, rank: int) -> bool:
+    """Help with calls until the team is dissolved; returns whether the system has what a helper sleeps on."""
+    if make_semaphore(_semaphore(board, rank)) != 0:
+        return False
     idle = 0
-    while (
-        (idle < _SPINS + _YIELDS or _load(board, _HELD) > 0)
-        and _load(board, _STOP) == 0
-        and rank < _load(board, _THREADS)
-    ):
-        gate = _load(board, _GATE)
-        if gate & _OPEN == 0 or gate >> _CALL == last_call or not _swap_if(board, _GATE, gate, gate + 1):
+    last_call = 0
+    while load(board, _STOP) == 0:
+        if idle >= _SPINS + _YIELDS or rank >= load(board, _THREADS):
+            _sleep(board, rank, last_call)
+            idle = 0
+            continue
+        gate = load(board, _GATE)
+        if gate & _OPEN == 0 or gate >> _CALL == last_call or not swap_if(board, _GATE, gate, gate + 1):
             idle += 1
             if idle > _SPINS:
-                _yield_core()
+                yield_core()
             continue
         idle = 0
         last_call = gate >> _CALL
-        parts, worker, frame = _load(board, _PARTS), _load(board, _WORKER), _load(board, _FRAME)
-        part = _add(board, _NEXT, 1)
+        parts, worker, frame = load(board, _PARTS), load(board, _WORKER), load(board, _FRAME)
+        part = add(board, _NEXT, 1)
         while part < parts:
             _call(worker, part, parts, frame)
-            part = _add(board, _NEXT, 1)
-        _add(board, _GATE, -1)
-    return last_call
+            part = add(board, _NEXT, 1)
+        add(board, _GATE, -1)
+    return True
 
 
 @numba.njit(inline="always", **OPTIONS)
@@ -286,17 +277,18 @@ class Team:
 
     def __init__(self, threads: int) -> None:
         self._in_use = threads
-        words = np.zeros(_WORDS + 8, np.int64)
+        size = _SLEEPS + _LINE * (threads - 1)
+        words = np.zeros(size + _LINE, np.int64)
         start = -words.ctypes.data % 64 // 8
-        self._words = words[start : start + _WORDS]
+        self._words = words[start : start + size]
         self._words[_THREADS] = threads
         self._board = int(self._words.ctypes.data)
-        self._asked = [0]
-        self._wake = [threading.Event() for _ in range(threads - 1)]
-        for rank, event in enumerate(self._wake, 1):
-            arguments = (self._words, rank, event, self._asked)
+        self._called = threading.Event()
+        for rank in range(1, threads):
+            arguments = (self._words, rank, self._called)
             threading.Thread(target=_help, args=arguments, name="pagemill-kernel", daemon=True).start()
-        weakref.finalize(self, _dissolve, self._words, self._wake)
+        # At the end of the process the helpers are left where they are: no thread should come back to Python then.
+        weakref.finalize(self, _dissolve, self._words, threads, self._called).atexit = False
 
     @property
     def threads(self) -> int:
@@ -313,48 +305,23 @@ class Team:
         return float(self._words[_WAITED]) / 1e9
 
     def board(self) -> int:
-        """The board to run a call on, with the helpers awake; 0 for a team of one."""
+        """The board to run a call on; 0 for a team of one."""
         if self._in_use == 1:
             return 0
-        self._asked[0] += 1
-        for event in self._wake[: self._in_use - 1]:
-            if not event.is_set():
-                event.set()
+        if not self._called.is_set():
+            self._called.set()
         return self._board
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[int]:
-        """The board, with helpers that stay awake until the end, for compiled code that makes many calls."""
-        if self._in_use == 1:
-            yield 0
-            return
-        hold(self._board, 1)  # before they are woken: they would be asleep again by the time that this is compiled
-        try:
-            yield self.board()
-        finally:
-            hold(self._board, -1)
+
+def _help(words: npt.NDArray[np.int64], rank: int, called: threading.Event) -> None:
+    called.wait()  # what is compiled before the first call has no place on disk yet
+    if not words[_STOP] and not _serve(int(words.ctypes.data), rank):
+        raise OSError("a kernel thread ends: the system has no semaphores within a process; use threads=1")
 
 
-@kernel
-def hold(board: int, count: int) -> None:
-    """Hold the team of a board so many times more, or less."""
-    _add(board, _HELD, count)
-
-
-def _help(words: npt.NDArray[np.int64], rank: int, wake: threading.Event, asked: list[int]) -> None:
-    last_call = 0
-    while not words[_STOP]:
-        wake.wait()
-        before = asked[0]
-        last_call = _serve(int(words.ctypes.data), rank, last_call)
-        wake.clear()
-        # Whoever asked while the helper was on its way to sleep saw it awake still. Such a call would be made alone,
-        # and of a step that is a single call all of it.
-        if asked[0] != before and rank < words[_THREADS]:
-            wake.set()
-
-
-def _dissolve(words: npt.NDArray[np.int64], wake: list[threading.Event]) -> None:
-    words[_STOP] = 1
-    for event in wake:
-        event.set()
+def _dissolve(words: npt.NDArray[np.int64], threads: int, called: threading.Event) -> None:
+    if called.is_set():
+        _end(int(words.ctypes.data), threads)
+    else:
+        words[_STOP] = 1
+        called.set()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from pagemill.kernels.cpu import team as team_module
 from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.ops import CpuOps
+from pagemill.kernels.cpu.shared_words import load, store, yield_core
 from pagemill.kernels.cpu.team import Team, run
 
 
@@ -79,55 +82,91 @@ def test_helpers_end_with_their_team() -> None:
         assert not helper_thread.is_alive()
 
 
-def test_an_idle_helper_sleeps_and_wakes() -> None:
+def asleep(team: Team, rank: int) -> bool:
+    """Whether a helper sleeps, or does so before long."""
+    word = team_module._SLEEPS + team_module._LINE * (rank - 1)
+    deadline = time.monotonic() + 60
+    while not team._words[word] and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return bool(team._words[word])
+
+
+@helper
+def _wait_for_all(part: int, parts: int, counts: Any) -> None:
+    """A part that ends only when every part has been begun: so each needs a thread of its own."""
+    counts[part] = 1
+    tries = 0
+    while counts[:parts].sum() < parts and tries < 2_000_000:
+        tries += 1
+        yield_core()
+    counts[-1] += 1 if tries < 2_000_000 else 100
+
+
+@kernel
+def meet(board: int, counts: Any) -> None:
+    run(board, 1, _wait_for_all, (counts,))
+
+
+def test_idle_helpers_sleep_and_are_woken_by_a_call() -> None:
+    team = Team(3)
+    for _ in range(20):
+        counts = np.zeros(4, np.int64)
+        meet(team.board(), counts)
+        assert counts[:3].tolist() == [1] * 3
+        assert counts[3] < 100, "a helper slept through a call"
+        assert asleep(team, 1) and asleep(team, 2)
+
+
+def test_a_call_wakes_helpers_in_compiled_code_too() -> None:
+    """As the layers of a step do, of which a later one may find the helpers asleep: Python is not asked again."""
     team = Team(2)
     count_parts(team.board(), np.zeros(17, np.int64))
-    (wake,) = team._wake
-    assert _sleeps(wake)
-    counts = np.zeros(17, np.int64)
-    count_parts(team.board(), counts)
-    assert wake.is_set() or counts[:16].tolist() == [1] * 16
+    assert asleep(team, 1)
+    counts = np.zeros(3, np.int64)
+    meet(team._board, counts)
+    assert counts[:2].tolist() == [1, 1] and counts[2] < 100
 
 
-def _sleeps(wake: threading.Event) -> bool:
-    deadline = time.monotonic() + 60
-    while wake.is_set() and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    return not wake.is_set()
+@kernel
+def sleep_behind_call(board: int, gate: int) -> int:
+    """What a helper does that is on its way to sleep when a call comes: it has not seen it."""
+    store(board, team_module._GATE, gate)
+    team_module._sleep(board, 1, 0)
+    return load(board, team_module._SLEEPS)
 
 
-def test_a_helper_of_a_held_team_stays_awake() -> None:
-    team = Team(2)
-    (wake,) = team._wake
-    with team.held() as board:
-        threading.Event().wait(0.3)  # hundreds of times as long as a helper waits for a call
-        assert wake.is_set()
-        count_parts(board, np.zeros(17, np.int64))
-    assert _sleeps(wake)
-
-
-def test_a_call_that_meets_a_helper_on_its_way_to_sleep_wakes_it() -> None:
-    """It sees the helper awake still, and has to be noticed all the same: nothing else will wake it."""
-    noticed = []
-
-    class Slow(threading.Event):
-        def clear(self) -> None:
-            if not noticed:
-                noticed.append(asked[0])
-                asked[0] += 1  # as `Team.board` does; it finds the event set
-            else:
-                words[team_module._STOP] = 1
-            super().clear()
-
-    team = Team(1)
-    words, asked, wake = team._words, [0], Slow()
+def test_a_call_that_meets_a_helper_on_its_way_to_sleep_keeps_it_awake() -> None:
+    words = np.zeros(64, np.int64)
     words[team_module._THREADS] = 2
-    wake.set()
-    helping = threading.Thread(target=team_module._help, args=(words, 1, wake, asked), daemon=True)
-    helping.start()
+    opened = 1 << team_module._CALL | team_module._OPEN
+    done: list[int] = []
+    board = int(words.ctypes.data)
+    going = threading.Thread(target=lambda: done.append(sleep_behind_call(board, opened)), daemon=True)
+    going.start()
+    going.join(60)
+    assert done == [0]
+
+
+def test_a_team_that_never_worked_ends_too() -> None:
+    before = set(threading.enumerate())
+    team = Team(2)
+    (helping,) = set(threading.enumerate()) - before
+    del team
+    gc.collect()
     helping.join(60)
     assert not helping.is_alive()
-    assert noticed == [0]
+
+
+def test_a_process_ends_at_once_after_a_call() -> None:
+    """Its helpers are then awake, and must not come back to an interpreter that is gone."""
+    code = (
+        "import torch; from pagemill.kernels.cpu.ops import CpuOps; x = torch.randn(200, 576)\n"
+        "ops = CpuOps(threads=3)\n"
+        "for _ in range(9): ops.rms_norm(x, torch.ones(576), 1e-5)\n"
+        "raise SystemExit(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def _call_after_fork(team: Team, results: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,7 +11,7 @@ import torch
 from pagemill.kernels.cpu.ops import CpuOps
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.watchdog import LONGEST_PAUSE_S, LOST_SHARE, TRIAL_S, Watchdog
-from tests.kernels.test_team import count_parts
+from tests.kernels.test_team import asleep, count_parts, meet
 
 Machine = Callable[[float, int], tuple[float, float]]
 """(now, threads) -> what a step takes, and what of it is lost."""
@@ -113,15 +111,18 @@ def test_a_team_does_with_fewer_and_takes_them_back() -> None:
         assert counts[-1] == parts
 
 
-def test_a_helper_that_is_not_in_use_sleeps_although_the_team_is_held() -> None:
+def test_a_helper_that_is_not_in_use_sleeps_through_calls() -> None:
     team = Team(3)
-    with team.held():
-        team.use(2)
-        deadline = time.monotonic() + 60
-        while team._wake[1].is_set() and time.monotonic() < deadline:
-            threading.Event().wait(0.01)
-        assert not team._wake[1].is_set()
-        assert team._wake[0].is_set()
+    count_parts(team.board(), np.zeros(25, np.int64))
+    team.use(2)
+    assert asleep(team, 2)
+    for _ in range(200):
+        count_parts(team.board(), np.zeros(25, np.int64))
+    assert asleep(team, 2)
+    team.use(3)
+    counts = np.zeros(4, np.int64)
+    meet(team.board(), counts)
+    assert counts[:3].tolist() == [1] * 3 and counts[3] < 100
 
 
 def test_steps_are_watched_and_give_the_same_bits_with_any_number_of_threads() -> None:
