@@ -17,6 +17,7 @@ from pagemill.engine.errors import PagemillError, RequestError, invalid
 from pagemill.ingest import scripts
 from pagemill.ingest.allowances import Allowances
 from pagemill.ingest.config import QueueConfig
+from pagemill.ingest.end_waiter import EndWaiter
 from pagemill.ingest.event_hub import EventHub
 from pagemill.ingest.events import Transcript
 from pagemill.ingest.keys import QueueKeys, is_request_id
@@ -68,10 +69,10 @@ class AsyncHandle:
 
     def events(self, after: int = 0) -> AsyncGenerator[Event, None]:
         """The protocol's events from number `after` + 1 on, up to and with `done`."""
-        return self._events(after, whole=False)
+        return self._events(after)
 
-    async def _events(self, after: int, *, whole: bool) -> AsyncGenerator[Event, None]:
-        subscription = await self._client.follow(self.request_id, after=after, expected=self._expected, whole=whole)
+    async def _events(self, after: int) -> AsyncGenerator[Event, None]:
+        subscription = await self._client.follow(self.request_id, after=after, expected=self._expected)
         try:
             async with contextlib.aclosing(subscription.events()) as items:
                 async for item in items:
@@ -101,11 +102,13 @@ class AsyncHandle:
 
     async def result(self, timeout: float | None = None) -> Result:
         """Wait for the end. Raises `RequestFailed`, and `TimeoutError` after `timeout` seconds (cancelling nothing)."""
-        if self._ended is None:
+        if self._ended is None and self._result is None:
             async with asyncio.timeout(timeout):
-                async with contextlib.aclosing(self._events(0, whole=True)) as items:
-                    async for _ in items:
-                        pass
+                waiter = await self._client.wait_for_end(self.request_id, expected=self._expected)
+                try:
+                    self._result = await waiter.result()
+                finally:
+                    await waiter.aclose()
         return self._completed()
 
     async def cancel(self) -> str:
@@ -293,11 +296,13 @@ class AsyncClient:
         dropped = await self._asked(self._redis.execute_command("DEL", self.keys.shard_of(request_id).note(request_id)))
         return bool(dropped)
 
-    async def follow(self, request_id: str, *, after: int, expected: bool, whole: bool = False) -> Subscription:
-        """A subscription to a request's events; close it when done. `whole`: only its end is waited for."""
-        return await self._hub.open(
-            request_id, after=after, expected=expected, patience_s=self._patience_s, whole=whole
-        )
+    async def follow(self, request_id: str, *, after: int, expected: bool) -> Subscription:
+        """A subscription to a request's events; close it when done."""
+        return await self._hub.open(request_id, after=after, expected=expected, patience_s=self._patience_s)
+
+    async def wait_for_end(self, request_id: str, *, expected: bool) -> EndWaiter:
+        """Hears of a request's end alone, which costs nothing for its tokens; close it when done."""
+        return await self._hub.wait_for_end(request_id, expected=expected, patience_s=self._patience_s)
 
     async def aclose(self) -> None:
         for client in self._queues.values():

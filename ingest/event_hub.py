@@ -10,7 +10,9 @@ from redis.exceptions import RedisError
 
 from pagemill.engine.errors import RequestError
 from pagemill.ingest import scripts
+from pagemill.ingest.end_waiter import EndWaiter
 from pagemill.ingest.feed import Feed
+from pagemill.ingest.follower import Follower
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.listener import listener_opener
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
@@ -50,19 +52,22 @@ class EventHub:
         after: int = 0,
         expected: bool = False,
         patience_s: float | None = None,
-        whole: bool = False,
     ) -> Subscription:
         """Follow a request from event `after` + 1 on. Close the subscription when done with it."""
-        subscription = Subscription(
-            self, request_id, after=after, expected=expected, patience_s=patience_s, whole=whole
-        )
-        await self._feed(request_id).add(subscription)
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._keep_watch()), asyncio.create_task(self._keep_looking())]
+        subscription = Subscription(self, request_id, after=after, expected=expected, patience_s=patience_s)
+        await self._add(subscription)
         return subscription
 
-    async def close(self, subscription: Subscription) -> None:
-        await self._feed(subscription.request_id).remove(subscription)
+    async def wait_for_end(
+        self, request_id: str, *, expected: bool = False, patience_s: float | None = None
+    ) -> EndWaiter:
+        """Wait for a request's end alone. Close the waiter when done with it."""
+        waiter = EndWaiter(self, request_id, expected=expected, patience_s=patience_s)
+        await self._add(waiter)
+        return waiter
+
+    async def close(self, follower: Follower) -> None:
+        await self._feed(follower.request_id).remove(follower)
 
     async def expire(self, request_id: str) -> int:
         """End what waits beyond its deadline on the request's shard. Returns the server's ms; 0 where it is away."""
@@ -101,15 +106,15 @@ class EventHub:
             await asyncio.sleep(min(TICK_S, self.watchdog_s / 2))
             now = time.monotonic()
             for feed in self._feeds.values():
-                for subscription in feed.followers():
-                    subscription.look(now)
+                for follower in feed.followers():
+                    follower.look(now)
 
     async def _keep_watch(self) -> None:
         """Say of every request that is followed, and wants to know, that somebody watches it."""
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            followed = [subscription for feed in self._feeds.values() for subscription in feed.first_followers()]
+            followed = [follower for feed in self._feeds.values() for follower in feed.first_followers()]
             due = [item for item in followed if item.watch_ms != 0 and item.renew_at <= now]
             if not due:
                 continue
@@ -127,6 +132,11 @@ class EventHub:
             for item, reply in zip(due, replies, strict=True):
                 if item.watch_ms is None and isinstance(reply, list):
                     item.learn(*reply)
+
+    async def _add(self, follower: Follower) -> None:
+        await self._feed(follower.request_id).add(follower)
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._keep_watch()), asyncio.create_task(self._keep_looking())]
 
     def _feed(self, request_id: str) -> Feed:
         shard = self.keys.shard_of(request_id) if self._commands.publishes_sharded else self.keys.shards[0]

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import structlog
 from redis.exceptions import ConnectionError, RedisError
 
-from pagemill.ingest.events import read_live_payload
 from pagemill.ingest.listener import Listener, OpenListener
 from pagemill.ingest.redis import Backoff, is_unavailable
 
 if TYPE_CHECKING:
-    from pagemill.ingest.subscription import Subscription
+    from pagemill.ingest.follower import Follower
 
 # A step of an engine tells something to all of its requests at once. So many readers are woken before whoever else the
 # process serves has a turn.
@@ -32,44 +31,44 @@ class Feed:
         self._key = key
         self._listener: Listener | None = None
         self._lock = asyncio.Lock()
-        self._channels: dict[bytes, list[Subscription]] = {}
+        self._channels: dict[bytes, list[Follower]] = {}
         self._ready: set[bytes] = set()
         self._was_up = False
         self._task: asyncio.Task[None] | None = None
 
-    async def add(self, subscription: Subscription) -> None:
-        """Hear a subscription's channel for it, from its `confirm` on."""
-        channel = subscription.channel
-        self._channels.setdefault(channel, []).append(subscription)
+    async def add(self, follower: Follower) -> None:
+        """Hear a follower's channel for it, from its `confirm` on."""
+        channel = follower.channel
+        self._channels.setdefault(channel, []).append(follower)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         async with self._lock:
             if channel in self._ready:
-                subscription.confirm()
+                follower.confirm()
             elif self._listener is not None:
                 # Where this fails the connection is lost, and the next one subscribes to every channel.
                 with contextlib.suppress(RedisError, OSError):
                     await self._listener.subscribe(channel)
 
-    def followers(self) -> list[Subscription]:
-        """Every subscription."""
-        return [subscription for followers in self._channels.values() for subscription in followers]
+    def followers(self) -> list[Follower]:
+        """Whoever hears something."""
+        return [follower for followers in self._channels.values() for follower in followers]
 
-    def first_followers(self) -> list[Subscription]:
-        """One subscription of each request that is followed."""
+    def first_followers(self) -> list[Follower]:
+        """One follower of each channel: of each request, or two."""
         return [followers[0] for followers in self._channels.values() if followers]
 
-    async def remove(self, subscription: Subscription) -> None:
-        followers = self._channels.get(subscription.channel, [])
-        if subscription in followers:
-            followers.remove(subscription)
-        if not followers and self._channels.pop(subscription.channel, None) is not None:
-            self._ready.discard(subscription.channel)
+    async def remove(self, follower: Follower) -> None:
+        followers = self._channels.get(follower.channel, [])
+        if follower in followers:
+            followers.remove(follower)
+        if not followers and self._channels.pop(follower.channel, None) is not None:
+            self._ready.discard(follower.channel)
             async with self._lock:
                 # Somebody may have come meanwhile and counts on the channel.
-                if self._listener is not None and subscription.channel not in self._channels:
+                if self._listener is not None and follower.channel not in self._channels:
                     with contextlib.suppress(RedisError, OSError):
-                        await self._listener.unsubscribe(subscription.channel)
+                        await self._listener.unsubscribe(follower.channel)
 
     async def aclose(self) -> None:
         if self._task is not None:
@@ -116,14 +115,12 @@ class Feed:
     def _route(self, kind: str, channel: bytes, data: bytes) -> None:
         followers = self._channels.get(channel, ())
         if kind == "message":
-            payload = read_live_payload(data)
-            if payload is not None:
-                for subscription in followers:
-                    subscription.deliver(*payload)
+            for follower in followers:
+                follower.hear(data)
         elif kind == "subscribe":
             if followers:
                 self._ready.add(channel)
-            for subscription in followers:
-                subscription.confirm()
+            for follower in followers:
+                follower.confirm()
         elif channel in self._ready:
             raise ConnectionError("the server has ended a subscription: its slot has moved")

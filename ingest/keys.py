@@ -94,6 +94,9 @@ class ShardKeys:
         """What an adapter keeps on the shelf."""
         return self._key(f"doc:{name}")
 
+    def end_channel(self, request_id: str) -> str:
+        return self._key(f"end:{request_id}")
+
     def watch(self, request_id: str) -> str:
         return self._key(f"watch:{request_id}")
 

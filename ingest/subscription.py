@@ -7,10 +7,7 @@ and nothing else.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import struct
-import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
@@ -19,7 +16,8 @@ import orjson
 import structlog
 
 from pagemill.engine.errors import RequestError
-from pagemill.ingest.events import TERMINAL_STATES, Transcript, extend_chain
+from pagemill.ingest.events import Transcript, extend_chain, read_live_payload
+from pagemill.ingest.follower import Follower
 from pagemill.ingest.replay import Event as Event
 from pagemill.ingest.replay import Replay
 
@@ -28,10 +26,7 @@ if TYPE_CHECKING:
 
 PAGE = 1000  # events read from the stream at once
 MAX_RESTARTS = 8
-OVERDUE_MS = 30_000  # after its deadline a request that no engine ends is given up by who waits for it
-CLOCKS_APART_MS = 60_000  # of this machine and the server, at most; else it takes so much longer
 BUFFER = 256  # live events kept for a reader that is slower; beyond, it reads the stream
-SHEAF = 128  # live events that a reader who waits for the end takes at once
 
 _log = structlog.get_logger(__name__)
 
@@ -53,56 +48,26 @@ def _read_event(data: bytes, seq: int) -> Event:
     return item
 
 
-class Subscription:
+class Subscription(Follower):
     """The events of one request, from number `after` + 1 on; made by `EventHub.open`, ends with `done`.
 
-    `expected`: the request is known to exist, so its record being away means that it was lost. Otherwise `patience_s`
-    is how long a request that nobody has heard of is waited for; None: for ever. `whole`: its reader wants the end, and
-    need not be woken for each event before it.
-
-    `watch_ms`: lease of those who watch, 0 where the request goes on without; None: not known yet. `renew_at`: when it
-    is to be renewed or asked for, on the monotonic clock.
+    For whoever wants each of them; to wait for the end alone is cheaper (`EndWaiter`).
     """
 
-    def __init__(
-        self,
-        hub: EventHub,
-        request_id: str,
-        *,
-        after: int,
-        expected: bool,
-        patience_s: float | None,
-        whole: bool = False,
-    ) -> None:
-        shard = hub.keys.shard_of(request_id)
-        self.request_id = request_id
-        self.channel = shard.channel(request_id).encode()
-        self._hub = hub
-        self._record = shard.record(request_id)
-        self._watch = shard.watch(request_id)
-        self._stream = shard.events(request_id)
+    def __init__(self, hub: EventHub, request_id: str, *, after: int, expected: bool, patience_s: float | None) -> None:
+        channel = hub.keys.shard_of(request_id).channel(request_id)
+        super().__init__(hub, request_id, channel, expected=expected, patience_s=patience_s)
         self._last = after
         self._after = after
-        self._expected = expected
-        self._patience_until = None if patience_s is None else time.monotonic() + patience_s
-        self._confirmed = asyncio.Event()
-        self._wake = asyncio.Event()
         self._buffer: deque[tuple[int, bytes]] = deque()
-        self._behind = False
-        self._whole = whole
-        self._overdue_at = float("inf")
-        self.watch_ms: int | None = None
-        self.renew_at = 0.0
         self.transcript = Transcript()
         self._attempt = 0
         self._replay: Replay | None = None
         self._restarts = 0
 
-    def confirm(self) -> None:
-        """The server has subscribed us, for the first time or anew: from here on nothing live is missed."""
-        if self._confirmed.is_set():
-            self.fall_behind()
-        self._confirmed.set()
+    def hear(self, message: bytes) -> None:
+        if (payload := read_live_payload(message)) is not None:
+            self.deliver(*payload)
 
     def deliver(self, seq: int, data: bytes) -> None:
         """A live event."""
@@ -111,30 +76,14 @@ class Subscription:
         else:
             self._buffer.clear()
             self._behind = True
-        # No text looks like this, since its quotes are escaped. Where the end is written otherwise, `look` comes to it.
-        if not self._whole or len(self._buffer) >= SHEAF or b'"type":"done"' in data or self._behind:
-            self._wake.set()
-
-    def fall_behind(self) -> None:
-        """Live events may have been missed: look into the stream."""
-        self._behind = True
         self._wake.set()
-
-    def look(self, now: float) -> None:
-        """Said now and then: a reader who has waited for `watchdog_s` takes what there is, or else reads the stream."""
-        if now >= self._overdue_at:
-            if not self._buffer:
-                self._behind = True
-            self._wake.set()
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """Every event once, in order, up to and with `done`. Raises `request_lost` where there will be no `done`.
 
         If the server loses events that were told here, what replaces them is compared with them: see `Replay`.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._hub.watchdog_s):
-                await self._confirmed.wait()
+        await self._until_confirmed()
         while True:
             self._wake.clear()
             self._behind = False
@@ -165,28 +114,8 @@ class Subscription:
                 continue
             if self._behind:
                 return
-            self._overdue_at = time.monotonic() + self._hub.watchdog_s
-            await self._wake.wait()
-            self._overdue_at = float("inf")
+            await self._until_woken()
             self._wake.clear()
-
-    def say_watched(self, pipeline: Any, now: float) -> None:
-        """Renew the lease of those who watch; or ask what it is, where that is not known."""
-        if self.watch_ms is None:
-            pipeline.hmget(self._record, ["state", "watch_ms"])
-            self.renew_at = now + 1.0
-        else:
-            pipeline.set(self._watch, "1", px=self.watch_ms)
-            self.renew_at = now + self.watch_ms / 3000
-
-    def learn(self, state: bytes | None, watch_ms: bytes | None) -> None:
-        """What the record says of the lease. Without a record, nothing yet."""
-        if state is not None:
-            self.watch_ms = int(watch_ms or 0) if state.decode() not in TERMINAL_STATES else 0
-            self.renew_at = 0.0
-
-    async def aclose(self) -> None:
-        await self._hub.close(self)
 
     def _take(self, item: Event) -> list[Event]:
         """What the reader is to be told of the next event: itself, or what is new of it after a rewriting."""
@@ -257,41 +186,24 @@ class Subscription:
 
     async def _examine(self) -> AsyncGenerator[Event, None]:
         """Nothing is stored beyond what was read: does the record say why? Yields the end where only it is left."""
-        record: Any = await self._hub.command("HMGET", self._record, "state", "seq", "deadline")
-        state, seq, deadline = record
-        if state is None:
-            if self._expected:
-                raise RequestError("request_lost", "the request's record is gone")
-            if self._patience_until is not None and time.monotonic() > self._patience_until:
-                raise RequestError("request_lost", f"no request {self.request_id} is known")
+        standing = await self._look_at_record()
+        if standing is None:
             return
-        self._expected = True
-        if not (deadline or b"").isdigit() or not (seq or b"0").isdigit():
-            raise RequestError("request_lost", "the request's record has been damaged")
-        if seq is not None and int(seq) < self._last:
+        seq = standing.seq
+        if seq is not None and seq < self._last:
             raise _RewrittenError
-        if state.decode() not in TERMINAL_STATES:
-            await self._look_at_deadline(int(deadline))
+        if not standing.has_ended:
+            await self._look_at_deadline(standing.deadline)
             return
         ended = False
         async for item in self._stored():
             ended = item["type"] == "done"
             yield item
-        if not ended and int(seq) <= self._last:
+        if not ended and (seq or 0) <= self._last:
             raise RequestError("request_lost", "the request has ended, and its last event is not there")
         if not ended:
-            async for item in self._from_record(int(seq)):
+            async for item in self._from_record(seq or 0):
                 yield item
-
-    async def _look_at_deadline(self, deadline: int) -> None:
-        """Engines end what is past its deadline. Where none lives, those who wait must not do so for ever."""
-        if time.time() * 1000 < deadline - CLOCKS_APART_MS:
-            return
-        now = await self._hub.expire(self.request_id)
-        if now > deadline + OVERDUE_MS:
-            raise RequestError(
-                "deadline_exceeded", "the deadline has passed, and no engine has said how it ended", param="ttl_ms"
-            )
 
     async def _from_record(self, seq: int) -> AsyncGenerator[Event, None]:
         """The rest of a request whose events have expired, made of the result in its record."""

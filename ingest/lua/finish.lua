@@ -61,4 +61,5 @@ if record[7] then
   if ARGV[16] ~= '' then hook(end_kind(ARGV[7]), ARGV[16]) end
 end
 remove()
+publish_end(base, id, seq)
 return 'ok ' .. seq

@@ -1,6 +1,11 @@
 -- Live events: SPUBLISH on a Cluster, where a message then stays at its shard's node.
 local PUBLISH = 'PUBLISH'
 
+-- Tells whoever waits for the end of a request alone that its record has it: the number of `done`.
+local function publish_end(base, id, seq)
+  redis.call(PUBLISH, base .. 'end:' .. id, seq)
+end
+
 -- Publishes ARGV[first...last], of which the first has number offset + 1; those up to seq are there already. Returns the
 -- new seq; nil where the stream with those before them has gone.
 local function publish(events, channel, seq, offset, first, last)

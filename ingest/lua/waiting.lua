@@ -15,6 +15,7 @@ local function answer(base, id, state, problem, now, result_ttl, replay_ttl, att
     'metrics', metrics, 'error', problem)
   redis.call('PEXPIRE', record, result_ttl)
   redis.call('PEXPIRE', events, replay_ttl)
+  publish_end(base, id, 1)
   redis.call('HINCRBY', base .. 'stat', state, 1)
   local callback = redis.call('HGET', record, 'callback')
   if not callback then return end

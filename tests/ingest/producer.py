@@ -25,6 +25,8 @@ class Producer:
         self.request_id = request_id
         self.seq = 0
         self.chain = NO_CHAIN
+        self.tokens: list[int] = []
+        self.texts: list[str] = []
         self.attempt = 1
         self.entry: Entry | None = None
 
@@ -44,17 +46,18 @@ class Producer:
         self.seq += 1
         token_id = self.seq if token_id is None else token_id
         self.chain = extend_chain(self.chain, [token_id])
+        self.tokens.append(token_id)
+        self.texts.append(f"{self.seq} " if text is None else text)
         fields = {"index": 0, "offset": self.seq - 1, "count": 1, "token_ids": [token_id]}
-        fields |= {"text": f"{self.seq} " if text is None else text, "text_offset": 0, "logprobs": None}
+        fields |= {"text": self.texts[-1], "text_offset": 0, "logprobs": None}
         data = event(self.seq, self.attempt, "delta", **fields, chain=self.chain)
         call = scripts.append(self.shard, self.request_id, "e1", self.attempt, self.seq - 1, [data])
         assert (await scripts.run_one(self.redis, call)).startswith(b"ok")
 
     async def done(self, state: str = "completed", **fields: Any) -> None:
         assert self.entry is not None
-        tokens = list(range(1, self.seq + 1))
-        text = "".join(f"{token} " for token in tokens)
-        choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": "stop", "stop_reason": None}
+        text = "".join(self.texts)
+        choice = {"index": 0, "text": text, "token_ids": self.tokens, "finish_reason": "stop", "stop_reason": None}
         ends = [
             event(self.seq + 1, self.attempt, "choice", index=0, finish_reason="stop", stop_reason=None),
             event(

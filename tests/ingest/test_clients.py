@@ -15,7 +15,7 @@ from redis._parsers.base import BaseParser
 from redis.exceptions import ClusterError
 
 from pagemill.engine.errors import RequestError
-from pagemill.ingest.client import AsyncClient, Client, QueueUnavailableError
+from pagemill.ingest.client import AsyncClient, AsyncHandle, Client, QueueUnavailableError
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.redis import CONNECTIONS, is_unavailable
@@ -101,6 +101,11 @@ def test_cancelled_calls_leave_no_connection_behind_and_no_answer_to_others(redi
     run(scenario())
 
 
+async def read(handle: AsyncHandle) -> str:
+    """The text, as its deltas come."""
+    return "".join([delta.text async for delta in handle])
+
+
 def test_subscribing_while_connections_break(port: int, queue_config: QueueConfig, run: Run) -> None:
     """Every reader is subscribed on the connection that is made anew: none has to wait for its watchdog."""
 
@@ -111,7 +116,7 @@ def test_subscribing_while_connections_break(port: int, queue_config: QueueConfi
         async with FaultProxy(port, random.Random(3)) as proxy, AsyncClient(proxy.url, watchdog_s=600) as client:
             readings = []
             for producer in producers:
-                readings.append(asyncio.create_task(client.attach(producer.request_id).result(timeout=60)))
+                readings.append(asyncio.create_task(read(client.attach(producer.request_id))))
                 await asyncio.sleep(random.Random(producer.request_id).random() * 0.05)
                 proxy.cut(1.0)
                 await producer.delta()
@@ -121,8 +126,8 @@ def test_subscribing_while_connections_break(port: int, queue_config: QueueConfi
             for producer in producers:
                 await producer.delta()
                 await producer.done()
-            results = await asyncio.gather(*readings)
-            assert {result.text for result in results} == {"1 2 "}
+            async with asyncio.timeout(60):
+                assert set(await asyncio.gather(*readings)) == {"1 2 "}
         for producer in producers:
             await producer.aclose()
 
@@ -195,9 +200,12 @@ def test_what_cannot_be_read_is_told_by_name(queue_config: QueueConfig, run: Run
                 await plain.xadd(events, {"e": event}, id="1-0")
                 await plain.expire(events, 60)
             with pytest.raises(RequestError) as lost:
-                await client.attach("a").result(timeout=60)
+                async with asyncio.timeout(60):
+                    await read(client.attach("a"))
             assert lost.value.code == "request_lost"
             if event is None:
+                with pytest.raises(RequestError, match="damaged"):
+                    await client.attach("a").result(timeout=60)
                 with pytest.raises(RequestError, match="damaged"):
                     await client.record("a")
             for call in (
@@ -222,15 +230,21 @@ def test_messages_of_others_on_the_channel_change_nothing(queue_config: QueueCon
         producer = Producer(queue_config, "a")
         async with AsyncClient(queue_config, watchdog_s=60) as client:
             await producer.begin()
-            reading = asyncio.create_task(client.attach("a").result(timeout=60))
+            reading = asyncio.create_task(read(client.attach("a")))
+            waiting = asyncio.create_task(client.attach("a").result(timeout=60))
+            channels = producer.shard.channel("a"), producer.shard.end_channel("a")
             async with asyncio.timeout(60):
-                while not await producer.redis.publish(producer.shard.channel("a"), message):
-                    await asyncio.sleep(0.01)
+                for channel in channels:
+                    while not await producer.redis.publish(channel, message):
+                        await asyncio.sleep(0.01)
             for _ in range(3):
                 await producer.delta()
-                await producer.redis.publish(producer.shard.channel("a"), message)
+                for channel in channels:
+                    await producer.redis.publish(channel, message)
+            assert not waiting.done()
             await producer.done()
-            assert (await reading).token_ids == [1, 2, 3]
+            async with asyncio.timeout(60):
+                assert await reading == "1 2 3 " and (await waiting).token_ids == [1, 2, 3]
         await producer.aclose()
 
     run(scenario())

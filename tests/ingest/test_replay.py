@@ -94,6 +94,7 @@ class Rewritten:
         await redis.expire(events, 60)
         await redis.hset(record, mapping={"seq": keep, "attempt": 2})
         self.producer.seq = keep
+        del self.producer.tokens[keep:], self.producer.texts[keep:]
         self.producer.attempt = 2
         self.producer.chain = extend_chain(NO_CHAIN, list(range(1, keep + 1)))
 
