@@ -50,7 +50,8 @@ async def inspect(client: Client, shards: Sequence[ShardKeys]) -> str:
     calls = []
     for shard in shards:
         kinds = shard.kinds()
-        calls.append(Call("inspect", tuple(kinds), (shard.channel("x"), *kinds.values(), *commands())))
+        channels = (shard.channel("x"), shard.end_channel("x"))
+        calls.append(Call("inspect", tuple(kinds), (*channels, *kinds.values(), *commands())))
     try:
         replies = await run(client, calls)
     except ResponseError as error:  # the scripts may not even be sent

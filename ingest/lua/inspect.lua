@@ -1,6 +1,6 @@
 -- Looks whether this user may do what engines do, and whether the shard's shared keys are of the type that they must be.
 -- KEYS the keys that all requests share
--- ARGV 1 a channel, 2... the type of each key, then commands: their words with a space between, `<key>` for a key. Each has
+-- ARGV 1 and 2 channels, 3... the type of each key, then commands: their words with a space between, `<key>` for a key. Each has
 --      its keys, since there are servers that die of a question about a command without them
 -- Replies what is wrong, one line each
 local PUBLISH = 'PUBLISH'
@@ -12,8 +12,8 @@ local function look(shown, ...)
   if not asked or not allowed then found[#found + 1] = shown .. ' is not allowed' end
 end
 
-look(PUBLISH, PUBLISH, ARGV[1], '')
-for i = #KEYS + 2, #ARGV do
+for i = 1, 2 do look(PUBLISH, PUBLISH, ARGV[i], '') end
+for i = #KEYS + 3, #ARGV do
   local words = {}
   for word in string.gmatch(ARGV[i], '%S+') do words[#words + 1] = word end
   for place, word in ipairs(words) do
@@ -23,8 +23,8 @@ for i = #KEYS + 2, #ARGV do
 end
 for i, key in ipairs(KEYS) do
   local kind = redis.call('TYPE', key).ok
-  if kind ~= 'none' and kind ~= ARGV[1 + i] then
-    found[#found + 1] = key .. ' is a ' .. kind .. ' and must be a ' .. ARGV[1 + i]
+  if kind ~= 'none' and kind ~= ARGV[2 + i] then
+    found[#found + 1] = key .. ' is a ' .. kind .. ' and must be a ' .. ARGV[2 + i]
   end
 end
 return found
