@@ -37,7 +37,9 @@ class Departure:
     async def hand_on(self, *, running: bool = False) -> bool:
         """Give back what has not begun; with `running` what has, too. False: Redis could not be told. Then the others
         find it when this engine has retired, or its heartbeat is old."""
-        places = {(shard, stream): b"-" for shard in self._keys.shards for stream in range(PRIORITIES)}
+        places = {
+            (shard, stream): scripts.FROM_THE_FIRST for shard in self._keys.shards for stream in range(PRIORITIES)
+        }
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 while places:

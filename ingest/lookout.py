@@ -3,7 +3,8 @@
 An engine takes an entry only when it has room, so a raw entry (an XADD by somebody who does not use `submit`) may wait
 for long before anybody reads it. While there is no room this reads what comes into the streams beside the consumer
 group: whoever is new gets its record and is counted, or is answered. Nothing is taken by looking, and what is delivered
-meanwhile is left alone: the scripts check that. `submit` has done the same for the entries that it made.
+meanwhile is left alone: the scripts check that. `submit` has done the same for the entries that it made. So it is with
+those that an engine held, which has died or given them back, and that nobody has begun.
 
 Several engines look at the same entries; the first one that does counts.
 """
@@ -25,9 +26,10 @@ from pagemill.ingest.callback import salvaged
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, UnreadableEntry, check_shard, read_id, read_request
 from pagemill.ingest.intake import read_body, unsupported_model
-from pagemill.ingest.keys import GROUP, QueueKeys, ShardKeys
+from pagemill.ingest.keys import GROUP, PRIORITIES, QueueKeys, ShardKeys
 from pagemill.ingest.redis import Backoff, Client, connect_blocking, may_pass
 from pagemill.ingest.schema import RequestBody, UnreadableBody
+from pagemill.ingest.stream_reader import REAP_S
 
 ROOM_POLL_S = 0.1  # every wake-up takes the interpreter away from a step
 PAGE = 16  # entries looked at in one go
@@ -162,27 +164,36 @@ class Lookout:
         )
 
     async def _sweep(self) -> None:
-        """End what waits for too long, or was cancelled by hand, whether there is room or not."""
-        first, reap_at = 0, 0.0
+        """End what waits for too long, or was cancelled by hand, whether there is room or not; while there is none, also
+        what other engines have left behind."""
+        first, look_at = 0, 0.0
+        places = [scripts.FROM_THE_FIRST] * PRIORITIES
         while True:
             await asyncio.sleep(self._config.poll_ms / 1000)
             owner = (
                 "" if self._stopping.is_set() else self._owner
             )  # one that leaves is given nothing, not even to end it
-            calls = [scripts.sweep(self._shard, owner, first=first, count=SWEEP, keeping=self._keeping)]
-            if self._is_full() and time.monotonic() >= reap_at and self._may_reap():
-                reap_at = time.monotonic() + self._config.heartbeat_timeout_s / 3
-                timeout_ms = int(self._config.heartbeat_timeout_s * 1000)
-                calls += [scripts.reap(self._shard, self._owner, timeout_ms=timeout_ms, count=PAGE, ending_only=True)]
             try:
-                replies = await scripts.run(self._client, calls)
-                for reply in replies:
-                    if isinstance(reply, BaseException):
-                        raise reply
+                sweep = scripts.sweep(self._shard, owner, first=first, count=SWEEP, keeping=self._keeping)
+                first, given, _ = await scripts.run_one(self._client, sweep)
+                self._end(given)
+                if not self._is_full() or time.monotonic() < look_at:
+                    continue
+                look_at = time.monotonic() + min(REAP_S, self._config.heartbeat_timeout_s / 3)
+                given, unknown, places = await scripts.run_one(self._client, self._orphans(places))
+                self._end(given)
+                await self._examine(scripts.read_given(self._shard, unknown))
+                if places != [scripts.FROM_THE_FIRST] * PRIORITIES:
+                    look_at = 0.0  # there is more
             except (RedisError, OSError) as error:
                 if not may_pass(error):
                     _log.warning("waiting requests could not be looked at", reason=str(error))
-                continue
-            first, given, _ = replies[0]
-            for entry in scripts.read_given(self._shard, [*given, *(replies[1] if len(replies) > 1 else ())]):
-                self._on_given(entry)
+
+    def _end(self, given: list[Any]) -> None:
+        for entry in scripts.read_given(self._shard, given):
+            self._on_given(entry)
+
+    def _orphans(self, places: list[bytes]) -> scripts.Call:
+        timeout_ms = int(self._config.heartbeat_timeout_s * 1000)
+        how: dict[str, Any] = {"timeout_ms": timeout_ms, "count": PAGE, "old_beats_count": self._may_reap()}
+        return scripts.orphans(self._shard, self._owner, places, **how)

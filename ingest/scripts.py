@@ -20,6 +20,7 @@ from pagemill.ingest.script_replies import SubmitReply as SubmitReply
 from pagemill.ingest.script_replies import WriteReply as WriteReply
 
 GRACE_MS = 3_600_000  # how long keys of a live request outlast its deadline
+FROM_THE_FIRST = b"-"  # where to begin, as in XPENDING
 RELEASE_PAGE = 100  # entries given back in one go
 
 
@@ -244,8 +245,8 @@ def cancel(shard: ShardKeys, request_id: str, *, error: bytes, keeping: Keeping 
 
 def release(shard: ShardKeys, stream: int, owner: str, first: bytes, *, running: bool) -> Call:
     """Give back what an engine that leaves holds of one stream and has not begun, and with `running` what it has: no
-    attempt is burnt. It is brought nothing more. `first`: where to begin, b"-" or the reply to the call before, which
-    is b"" at the end."""
+    attempt is burnt. It is brought nothing more. `first`: where to begin, `FROM_THE_FIRST` or the reply to the call
+    before, which is b"" at the end."""
     keys = (shard.told(owner), shard.warm(owner), shard.delayed, shard.waiting, shard.load, shard.streams[stream])
     return Call("release", keys, (GROUP, owner, stream, first, RELEASE_PAGE, shard.base, "1" if running else "0"))
 
@@ -276,18 +277,33 @@ def reap(
     count: int,
     retry_delay_ms: int = 0,
     old_beats_count: bool = True,
-    ending_only: bool = False,
 ) -> Call:
     """Take over entries of engines without a fresh heartbeat (if `owner` has one itself), and delayed ones that are
     due, `count` at most. Replies [[stream, entry id, fields], ...].
 
     `retry_delay_ms`: how long what may have ended its engine waits for its first retry. `old_beats_count`: whether a
-    heartbeat that is old means death, or only one that is away. `ending_only`: only what is cancelled or past its
-    deadline, which an engine without room can end too.
+    heartbeat that is old means death, or only one that is away.
     """
     keys = (shard.heartbeats, shard.delayed, *shard.streams)
-    how = (retry_delay_ms, "1" if old_beats_count else "0", "1" if ending_only else "0")
+    how = (retry_delay_ms, "1" if old_beats_count else "0")
     return Call("reap", keys, (GROUP, owner, timeout_ms, count, shard.base, *how))
+
+
+def orphans(
+    shard: ShardKeys,
+    owner: str,
+    places: Sequence[bytes],
+    *,
+    timeout_ms: int,
+    count: int,
+    old_beats_count: bool = True,
+) -> Call:
+    """Look at `count` entries of each engine that is dead or has left, and of those that were given back, from `places`
+    on, one for each stream; at first `FROM_THE_FIRST`. Replies [entries that are `owner`'s now, to be ended, entries
+    without a record, which are nobody's, the next places]; entries as in `reap`."""
+    keys = (shard.heartbeats, shard.delayed, *shard.streams)
+    how = ("1" if old_beats_count else "0", *places)
+    return Call("orphans", keys, (GROUP, owner, timeout_ms, count, shard.base, *how))
 
 
 def oldest(shard: ShardKeys) -> Call:
@@ -296,7 +312,7 @@ def oldest(shard: ShardKeys) -> Call:
 
 
 def read_given(shard: ShardKeys, reply: Sequence[Any]) -> list[Entry]:
-    """The entries in a reply of `reap` or `sweep`."""
+    """The entries in a reply of `reap`, `orphans` or `sweep`."""
     return [
         Entry(shard, stream, entry_id, dict(zip(flat[::2], flat[1::2], strict=True)))
         for stream, entry_id, flat in reply

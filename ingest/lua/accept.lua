@@ -1,5 +1,6 @@
 -- Gives a raw entry that waits its record, or answers it: what `submit` does at once, an engine does for it when it sees
--- it. Only for an entry that was not delivered to anybody; one that was is its engine's. Repeating changes nothing.
+-- it. Only for an entry that no engine has; one that was delivered is its engine's until it is given back. Repeating changes
+-- nothing.
 -- KEYS 1 input stream, 2 record, 3 statistics, 4 waiting, 5 load, 6 dead letters
 -- ARGV 1 group, 2 entry, 3 request id, 4 stream number, 5 ttl ms, 6 tenant, 7 prompt tokens, 8 grace ms, 9 key base,
 --      10 result ttl ms, 11 replay ttl ms, 12 heartbeat timeout ms, 13 error as JSON (it is refused for that) or empty,
@@ -19,7 +20,7 @@ local entry, id, stream, base = ARGV[2], ARGV[3], ARGV[4], ARGV[9]
 
 local record = redis.call('HMGET', KEYS[2], 'state', 'entry', 'stream', 'cancel')
 if record[1] and record[2] == entry and record[3] == stream then return 'known' end
-if not is_undelivered(KEYS[1], ARGV[1], entry) then return 'taken' end
+if not is_nobodys(KEYS[1], ARGV[1], entry) then return 'taken' end
 if record[1] then
   keep_dead_letter(KEYS[6], KEYS[3], KEYS[1], entry, 'duplicate_id', 'the request id is in use by another entry', '0')
   remove_entry(KEYS[1], ARGV[1], entry)

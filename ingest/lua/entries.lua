@@ -39,11 +39,21 @@ local function last_delivered(stream, group)
   return told and told['last-delivered-id'] or '0-0'
 end
 
--- Whether an entry is in its stream and no consumer has been given it.
-local function is_undelivered(stream, group, entry)
-  if not is_after(entry, last_delivered(stream, group)) then return false end
-  if #ask('XPENDING', stream, group, entry, entry, 1) > 0 then return false end
+-- The consumer that holds what is nobody's: it waits for its next attempt, or for whoever looks first.
+local DELAYED = 'delayed'
+
+-- Whether an entry is in its stream and no engine has it: it was given to none yet, or was given back.
+local function is_nobodys(stream, group, entry)
+  local pending = ask('XPENDING', stream, group, entry, entry, 1)
+  if #pending > 0 and pending[1][2] ~= DELAYED then return false end
+  if #pending == 0 and not is_after(entry, last_delivered(stream, group)) then return false end
   return #redis.call('XRANGE', stream, entry, entry) > 0
+end
+
+local function field_of(fields, name)
+  for i = 1, #fields, 2 do
+    if fields[i] == name then return fields[i + 1] end
+  end
 end
 
 local function holds_nothing(stream, group, consumer)
@@ -52,9 +62,6 @@ end
 
 -- The heartbeat of an engine that has left while it held something.
 local LEFT = 0
-
--- The consumer that holds what is nobody's: it waits for its next attempt, or for whoever looks first.
-local DELAYED = 'delayed'
 
 -- Of all the streams keys[first], keys[first + 1] ...
 local function holds_nothing_of(keys, first, group, consumer)

@@ -11,10 +11,7 @@ local taken, places = {}, {}
 
 local function look_at(stream, key, entry, fields)
   if #ask('XPENDING', key, group, entry, entry, 1) > 0 then return end
-  local id
-  for i = 1, #fields, 2 do
-    if fields[i] == 'id' then id = fields[i + 1] end
-  end
+  local id = field_of(fields, 'id')
   local r = id and redis.pcall('HMGET', base .. 'req:' .. id, 'state', 'owner', 'entry')
   local runs_at = r and not r.err and r[1] == 'running' and r[3] == entry and r[2]
   if runs_at then

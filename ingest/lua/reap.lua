@@ -4,15 +4,14 @@
 -- and with it the time to renew it.
 -- KEYS 1 heartbeats, 2 delayed entries, 3... input streams by priority
 -- ARGV 1 group, 2 owner, 3 heartbeat timeout ms, 4 entries at most, 5 key base, 6 first retry's delay ms,
---      7 "1": old heartbeats count (else only of engines that have left),
---      8 "1": only entries that are to end at once, being cancelled or past their deadline
+--      7 "1": old heartbeats count (else only of engines that have left)
 -- Replies the entries taken: {stream number, entry, {fields}} each
 -- include clock
 -- include entries
+-- include death
 -- include suspicion
 local now = server_ms()
 local group, owner, left = ARGV[1], ARGV[2], tonumber(ARGV[4])
-local ending_only = ARGV[8] == '1'
 local MAX_DELAY_MS = 30000
 local taken = {}
 
@@ -24,12 +23,6 @@ local function take(stream, entry)
     left = left - 1
   else
     redis.call('XACK', KEYS[3 + stream], group, entry)
-  end
-end
-
-local function field_of(fields, name)
-  for i = 1, #fields, 2 do
-    if fields[i] == name then return fields[i + 1] end
   end
 end
 
@@ -50,18 +43,16 @@ local function look_at(stream, entry)
     'released', 'deadline', 'cancel', 'entry', 'stream')
   if not r or r.err or not r[7] or r[9] ~= entry or r[10] ~= tostring(stream) then
     -- Nothing is known of it, or it is gone: `begin` says what becomes of it.
-    if not ending_only or not found then take(stream, entry) end
-    return
+    return take(stream, entry)
   end
   if r[8] == '1' or now > tonumber(r[7]) then return take(stream, entry) end
-  if ending_only then return end
   local due = due_at(r)
   if due <= now then return take(stream, entry) end
   redis.call('XCLAIM', KEYS[3 + stream], group, DELAYED, 0, entry, 'JUSTID')
   redis.call('ZADD', KEYS[2], due, stream .. ' ' .. entry)
 end
 
-if left > 0 and not ending_only then
+if left > 0 then
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, left)) do
     local stream, entry = string.match(member, '^(%d) (%S+)$')
     if is_pending(KEYS[3 + tonumber(stream)], group, entry, DELAYED) then take(tonumber(stream), entry) end
@@ -69,36 +60,21 @@ if left > 0 and not ending_only then
   end
 end
 
--- Whoever has no heartbeat itself that is fresh by this clock cannot tell by it who is dead: it was asleep, the clock was
--- set, or somebody has deleted the list.
-local timeout = tonumber(ARGV[3])
-local own = redis.call('ZSCORE', KEYS[1], owner)
-if not own then return taken end
-local knows = ARGV[7] == '1' and math.abs(now - tonumber(own)) <= timeout / 2
-
-local function is_dead(consumer)
-  if consumer == DELAYED then return true end
-  local beat = tonumber(redis.call('ZSCORE', KEYS[1], consumer))
-  if not beat then redis.call('ZADD', KEYS[1], now, consumer) return false end
-  return beat == LEFT or knows and math.abs(now - beat) > timeout
-end
+local is_dead = judge_of_death(KEYS[1], owner, now, tonumber(ARGV[3]), ARGV[7] == '1')
+if not is_dead then return taken end
 
 for stream = 0, #KEYS - 3 do
   local key = KEYS[3 + stream]
-  for _, info in ipairs(ask('XINFO', 'CONSUMERS', key, group)) do
-    local consumer = {}
-    for i = 1, #info, 2 do consumer[info[i]] = info[i + 1] end
-    if consumer.name ~= owner and is_dead(consumer.name) then
-      if consumer.pending > 0 and left > 0 then
-        for _, item in ipairs(redis.call('XPENDING', key, group, '-', '+', math.max(left, 16), consumer.name)) do
-          if left > 0 and not (consumer.name == DELAYED and redis.call('ZSCORE', KEYS[2], stream .. ' ' .. item[1])) then
-            look_at(stream, item[1])
-          end
+  for _, consumer in ipairs(dead_consumers(key, group, owner, is_dead)) do
+    if consumer.pending > 0 and left > 0 then
+      for _, item in ipairs(redis.call('XPENDING', key, group, '-', '+', math.max(left, 16), consumer.name)) do
+        if left > 0 and not (consumer.name == DELAYED and redis.call('ZSCORE', KEYS[2], stream .. ' ' .. item[1])) then
+          look_at(stream, item[1])
         end
       end
-      -- Deleting a consumer throws its pending entries away, so only one that has none.
-      if holds_nothing(key, group, consumer.name) then redis.call('XGROUP', 'DELCONSUMER', key, group, consumer.name) end
     end
+    -- Deleting a consumer throws its pending entries away, so only one that has none.
+    if holds_nothing(key, group, consumer.name) then redis.call('XGROUP', 'DELCONSUMER', key, group, consumer.name) end
   end
 end
 for _, engine in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], LEFT, LEFT)) do

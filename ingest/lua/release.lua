@@ -17,10 +17,7 @@ local now, given = server_ms(), 0
 
 -- The id and the record of an entry's request if it runs at this engine.
 local function running(entry, fields)
-  local id
-  for i = 1, #fields, 2 do
-    if fields[i] == 'id' then id = fields[i + 1] end
-  end
+  local id = field_of(fields, 'id')
   local r = id and redis.pcall('HMGET', base .. 'req:' .. id, 'state', 'owner', 'entry', 'stream', 'tokens', 'tenant',
     'deadline')
   local runs = r and not r.err and r[1] == 'running' and r[2] == owner and r[3] == entry and r[4] == ARGV[3]

@@ -144,6 +144,50 @@ def test_what_an_engine_that_leaves_has_not_begun_is_begun_by_others_while_it_dr
     play(scenario())
 
 
+def test_a_raw_entry_that_is_given_back_while_the_others_are_full_is_answered_in_time(
+    play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
+) -> None:
+    """It was only read, so nothing but its body says when it ends, and whether it can be served at all."""
+
+    async def scenario() -> None:
+        engines = [await AsyncEngine.create(tiny) for _ in range(2)]
+        leaves, full = (Worker(engine, queue_config.replace(**LONG)) for engine in engines)
+        take, held = leaves._intake.take, asyncio.Event()
+
+        async def late(*arguments: Any, **options: Any) -> Any:
+            await held.wait()
+            return await take(*arguments, **options)
+
+        leaves._intake.take = late  # type: ignore[method-assign]
+        leaving = asyncio.create_task(leaves.run())
+        await outside.add("late", {**prompt(0), "ttl_ms": 2_000})
+        await outside.add("bad", {**prompt(1), "max_tokens": 0})
+        await outside.redis.xadd(f"{TAG}:in:1", {"v": "1", "id": "no body"})
+        await until(lambda: asyncio.sleep(0, len(leaves._taken) == 3))
+        engines[1].has_room = lambda: False  # type: ignore[method-assign]
+        serving = asyncio.create_task(full.run())
+        await until(lambda: outside.redis.zscore(f"{TAG}:hb", full.owner))
+        leaves.stop()
+        for name, state, code in (
+            ("bad", "rejected", "invalid_request"),
+            ("late", "expired", "deadline_exceeded"),
+        ):
+            done = await outside.done(name, timeout=PATIENCE_S)
+            assert (done["state"], done["error"]["code"], done["metrics"]["attempts"]) == (state, code, 0)
+        await until(lambda: outside.redis.xlen(f"{TAG}:dlq"))
+        held.set()
+        del engines[1].has_room  # type: ignore[method-assign]
+        engines[1]._room.set()
+        full.stop()
+        await asyncio.wait_for(asyncio.gather(leaving, serving), PATIENCE_S)
+        for engine in engines:
+            await engine.stop()
+        for stream in range(3):
+            assert await outside.redis.xlen(f"{TAG}:in:{stream}") == 0
+
+    play(scenario())
+
+
 def test_an_engine_that_has_nothing_to_do_leaves_without_waiting_for_its_read(
     play: Callable[..., Any], tiny: EngineConfig, queue_config: QueueConfig, outside: Outside
 ) -> None:

@@ -75,6 +75,19 @@ class Engine:
         call = scripts.reap(SHARD, self.owner, timeout_ms=timeout_ms, count=count, **options)
         return scripts.read_given(SHARD, await self.call(call))
 
+    async def orphans(self, count: int = 16, timeout_ms: int = 60_000) -> tuple[list[Entry], list[Entry]]:
+        """What is to be ended, and what has no record, from the first entry to the last."""
+        if await self.client.zscore(SHARD.heartbeats, self.owner) is None:
+            await self.beat()
+        places, to_end, unknown = [scripts.FROM_THE_FIRST] * 3, list[Entry](), list[Entry]()
+        while True:
+            call = scripts.orphans(SHARD, self.owner, places, timeout_ms=timeout_ms, count=count)
+            ends, others, places = await self.call(call)
+            to_end += scripts.read_given(SHARD, ends)
+            unknown += scripts.read_given(SHARD, others)
+            if places == [scripts.FROM_THE_FIRST] * 3:
+                return to_end, unknown
+
     async def release(self, *, running: bool = False) -> None:
         await Departure(self.client, KEYS, self.owner).hand_on(running=running)
 

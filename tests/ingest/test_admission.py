@@ -302,6 +302,36 @@ def test_a_delivered_entry_is_its_engines_and_nobody_elses(on_queue: Any) -> Non
     on_queue(scenario)
 
 
+def test_a_raw_entry_that_was_given_back_is_one_that_waits(on_queue: Any) -> None:
+    """It gets its record or its answer, is counted, and ends in time though nobody has room."""
+
+    async def scenario(client: Client) -> None:
+        leaves, heir = Engine(client, "leaves"), Engine(client, "heir")
+        entries = {}
+        for name in ("late", "full", "bad", "runs"):
+            await raw_add(client, name)
+            entries[name] = (await leaves.take()).entry_id
+        await leaves.release()
+        assert await accept(client, entries["late"], "late") == "ok"
+        assert await accept(client, entries["late"], "late") == "known"
+        assert (await load(client))["n1"] == 1
+        assert await accept(client, entries["full"], "full", admission=caps(1)) == "rejected"
+        bury = scripts.dead_letter(Entry(SHARD, 1, entries["bad"], {}), "", "no_id", "x")
+        assert await scripts.run_one(client, bury) == [b"ok"]
+        await make_overdue(client, "late")
+        assert (await sweep(client))[:2] == [0, []]
+        assert (await record(client, "late"))["state"] == "expired" and await load(client) == {}
+        # Whoever has room takes what is left, and nothing is remembered of the others.
+        assert await accept(client, entries["runs"], "runs") == "ok"
+        (entry,) = await heir.reap()
+        assert isinstance(await heir.begin(entry, "runs"), scripts.BeginReply)
+        assert await accept(client, entries["runs"], "runs") == "known"
+        assert await load(client) == {} and not await client.exists(SHARD.waiting, SHARD.delayed)
+        assert await outstanding(client) == (1, 1)
+
+    on_queue(scenario)
+
+
 def test_a_raw_entry_that_was_cancelled_or_came_too_late_is_answered(on_queue: Any) -> None:
     async def scenario(client: Client) -> None:
         await cancel(client, "a")

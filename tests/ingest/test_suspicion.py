@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from pagemill.ingest import scripts
 from pagemill.ingest.redis import Client
 from tests.ingest.bare_engine import SHARD, Engine, cancel, delta, outstanding, raw_add, record, submit
@@ -140,21 +142,40 @@ def test_an_old_heartbeat_counts_only_where_it_can_mean_death(on_queue: Any) -> 
     on_queue(scenario)
 
 
-def test_an_engine_without_room_takes_only_what_is_to_be_ended(on_queue: Any) -> None:
+@pytest.mark.parametrize("count", [1, 2, 16])
+def test_an_engine_without_room_takes_only_what_is_to_be_ended(on_queue: Any, count: int) -> None:
+    """Wherever it stands among what dead engines hold and what was given back, and however much that is."""
+
     async def scenario(client: Client) -> None:
-        dead, heir = Engine(client, "dead"), Engine(client, "heir")
-        for name in ("runs", "cancelled", "late"):
-            await start(client, dead, name, progress=True)
+        dead, leaves, heir = Engine(client, "dead"), Engine(client, "leaves"), Engine(client, "heir")
+        await leaves.beat()
+        # Begun by one, held and given back by another: it has a record, but is not counted among what waits.
+        await start(client, dead, "suspect", progress=False)
+        for number in range(3):
+            for name in ("runs", "cancelled", "late"):
+                await start(client, dead, f"{name}{number}", progress=True)
+            assert await cancel(client, f"cancelled{number}") == [b"requested"]
+            await client.hset(SHARD.record(f"late{number}"), "deadline", 1)
+            for engine in (dead, leaves):
+                await raw_add(client, f"unread-{engine.owner}{number}")
+                await engine.take()
         await die(client, dead)
-        assert await cancel(client, "cancelled") == [b"requested"]
-        await client.hset(SHARD.record("late"), "deadline", 1)
-        await raw_add(client, "unread")
-        await dead.take()
-        taken = await heir.reap(ending_only=True)
-        assert {entry.fields[b"id"] for entry in taken} == {b"cancelled", b"late"}
-        for entry in taken:
+        await leaves.reap(count=1, retry_delay_ms=0)
+        await client.hset(SHARD.record("suspect"), "deadline", 1)
+        await leaves.release()
+        to_end, unknown = await heir.orphans(count)
+        assert {entry.fields[b"id"] for entry in to_end} == {
+            b"suspect",
+            *(b"%s%d" % (name, number) for name in (b"cancelled", b"late") for number in range(3)),
+        }
+        unread = {b"unread-%s%d" % (name, number) for name in (b"dead", b"leaves") for number in range(3)}
+        assert {entry.fields[b"id"] for entry in unknown} == unread
+        for entry in to_end:
             assert isinstance(await heir.begin(entry, entry.fields[b"id"].decode()), scripts.BeginReply)
-        assert len(await heir.reap()) == 2
+        to_end, unknown = await heir.orphans(count)
+        assert to_end == [] and {entry.fields[b"id"] for entry in unknown} == unread
+        rest = {entry.fields[b"id"] for entry in await heir.reap(count=50)}
+        assert rest == unread | {b"runs%d" % number for number in range(3)}
 
     on_queue(scenario)
 
