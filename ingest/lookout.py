@@ -164,8 +164,8 @@ class Lookout:
         )
 
     async def _sweep(self) -> None:
-        """End what waits for too long, or was cancelled by hand, whether there is room or not; while there is none, also
-        what other engines have left behind."""
+        """End what waits for too long, or was cancelled by hand, whether there is room or not; where there is none, in
+        what other engines have left, too."""
         first, look_at = 0, 0.0
         places = [scripts.FROM_THE_FIRST] * PRIORITIES
         while True:
