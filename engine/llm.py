@@ -71,8 +71,7 @@ class LLM:
         given = {"reasoning_parser": "none", **_settings(model, settings)}
         self._parts = build(EngineConfig(**given), progress)
         self._count = 0
-        self._turn = threading.Lock()
-        self._busy_in: int | None = None  # the process that has the turn
+        self._turns: dict[int, threading.Lock] = {}  # by process
         self._failure: EngineDeadError | None = None
 
     @property
@@ -174,18 +173,17 @@ class LLM:
     def _taking_turns(self) -> Iterator[None]:
         """Raises `EngineDeadError` where nothing may run, be it in a child that was forked in the middle of a call of
         another thread: that call never ends there."""
-        if self._busy_in not in (None, os.getpid()):
+        process = os.getpid()
+        turn = self._turns.setdefault(process, threading.Lock())
+        # A lock of the process that this one was forked from is for ever as it was at that moment.
+        if any(other.locked() for owner, other in list(self._turns.items()) if owner != process):
             raise EngineDeadError(
                 "the process was forked while a thread was in a call of this LLM, so it is torn here; make a new one"
             )
-        with self._turn:
+        with turn:
             if self._failure is not None:
                 raise self._failure
-            self._busy_in = os.getpid()
-            try:
-                yield
-            finally:
-                self._busy_in = None
+            yield
 
     def _steps(
         self, requests: list[Request], outputs: dict[str, RequestOutput], finished: Callable[[int], object]

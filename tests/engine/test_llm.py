@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import multiprocessing
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,6 +122,18 @@ def _refusal(llm: LLM, found: Any) -> None:
         llm.generate("a", GREEDY)
     except EngineDeadError as error:
         found.put(str(error))
+    else:
+        found.put("")
+
+
+def _refusal_in_child(llm: LLM) -> str:
+    context = multiprocessing.get_context("fork")
+    found = context.SimpleQueue()
+    child = context.Process(target=_refusal, args=(llm, found), daemon=True)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    return str(found.get())
 
 
 def test_a_child_forked_in_the_middle_of_a_call_is_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,16 +149,18 @@ def test_a_child_forked_in_the_middle_of_a_call_is_told_so(llm: LLM, monkeypatch
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(llm.generate, "a", GREEDY)
         assert inside.wait(60)
-        context = multiprocessing.get_context("fork")
-        found = context.SimpleQueue()
-        child = context.Process(target=_refusal, args=(llm, found), daemon=True)
-        child.start()
-        child.join(60)
+        refusal = _refusal_in_child(llm)
         forked.set()
-        assert child.exitcode == 0
-        assert "was forked while" in found.get()
+        assert "was forked while" in refusal
         assert call.result(60)[0].finished
     assert llm.generate("a", GREEDY)[0].finished
+
+
+def test_a_child_forked_while_a_call_begins_does_not_wait_for_it(llm: LLM) -> None:
+    assert llm.generate("a", GREEDY)[0].finished
+    with llm._turns[os.getpid()]:  # whoever begins has it before it can say or do anything
+        assert "was forked while" in _refusal_in_child(llm)
+    assert _refusal_in_child(llm) == ""
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1])
