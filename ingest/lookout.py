@@ -164,8 +164,8 @@ class Lookout:
         )
 
     async def _sweep(self) -> None:
-        """End what waits for too long, or was cancelled by hand, whether there is room or not; where there is none, in
-        what other engines have left, too."""
+        """End what waits for too long, or was cancelled by hand, whether there is room or not. Where there is none,
+        also look at what other engines have left behind."""
         first, look_at = 0, 0.0
         places = [scripts.FROM_THE_FIRST] * PRIORITIES
         while True:

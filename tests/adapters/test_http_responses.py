@@ -14,6 +14,7 @@ from pagemill.adapters.http.responses_fold import ResponseFold
 from pagemill.engine.async_engine import AsyncEngine
 from pagemill.ingest.config import QueueConfig
 from tests.adapters.http_gateway import Web, gateway
+from tests.contract.conftest import Outside, held
 
 ASK: dict[str, Any] = {"model": "smollm2-135m", "input": "Say hello.", "temperature": 0, "max_output_tokens": 6}
 KINDS = [
@@ -85,20 +86,34 @@ def test_in_the_background_and_resumed_on_another_gateway(tried: Any, queue_conf
     tried(scenario)
 
 
-def test_cancelling_and_leaving(tried: Any, engine: AsyncEngine) -> None:
+def test_cancelling_and_leaving(tried: Any, engine: AsyncEngine, queue_config: QueueConfig) -> None:
     async def scenario(web: Web) -> None:
         endless = {**ASK, "max_output_tokens": 400, "logit_bias": {"2": -100}}
+        outside = Outside(queue_config.redis_url)
         async with web.openai() as client:
-            quiet = await client.responses.create(**ASK, background=True, extra_body={"seed": 1})
-            assert quiet.status in ("queued", "in_progress")
-            asked = await web.post("/v1/responses", {**endless, "background": True})
-            cancelled = await client.responses.cancel(asked.json["id"])
-            assert cancelled.status == "cancelled"
-        replay = await web.get(f"/v1/responses/{asked.json['id']}?stream=true")
-        last = orjson.loads(replay.text.rstrip().rpartition("data: ")[2])
-        assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
-        leaving = asyncio.create_task(web.post("/v1/responses", endless))
+            with held(engine):  # nothing ends before it is looked at, or cancelled
+                quiet = await client.responses.create(**ASK, background=True, extra_body={"seed": 1})
+                assert quiet.status in ("queued", "in_progress")
+                asked = await web.post("/v1/responses", {**endless, "background": True})
+                cancelling = asyncio.create_task(client.responses.cancel(asked.json["id"]))
+                record = f"{outside.tag}:req:{asked.json['id'].removeprefix('resp_')}"
+                async with asyncio.timeout(60):
+                    while await outside.redis.hget(record, "cancel") != b"1":
+                        assert not cancelling.done()
+                        await asyncio.sleep(0.005)
+            assert (await cancelling).status == "cancelled"
+        for name, last_type, status in (
+            (asked.json["id"], "response.incomplete", "cancelled"),
+            (quiet.id, "response.incomplete", "incomplete"),
+        ):
+            replay = await web.get(f"/v1/responses/{name}?stream=true")
+            last = orjson.loads(replay.text.rstrip().rpartition("data: ")[2])
+            assert (last["type"], last["response"]["status"]) == (last_type, status)
+        await outside.aclose()
         async with asyncio.timeout(60):
+            while engine.num_live:
+                await asyncio.sleep(0.005)
+            leaving = asyncio.create_task(web.post("/v1/responses", endless))
             while not engine.num_live:
                 await asyncio.sleep(0.005)
             leaving.cancel()

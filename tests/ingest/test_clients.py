@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 from collections.abc import Callable, Coroutine
@@ -33,13 +34,22 @@ def port(valkey: EmbeddedServer, redis_url: str) -> int:
     return valkey.port
 
 
-def test_more_calls_than_connections_wait_for_one(redis_url: str, run: Run) -> None:
+def test_more_calls_than_connections_wait_for_one(redis_url: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What has a connection may be slow where others use the machine.
+    monkeypatch.setattr("pagemill.ingest.redis.REPLY_TIMEOUT_S", 60.0)
+
     async def scenario() -> None:
         async with AsyncClient(redis_url) as client, aioredis.Redis.from_url(redis_url, protocol=2) as plain:
-            others = (await plain.info("clients"))["connected_clients"]
+
+            async def connections() -> int:
+                return sum(told["name"] == f"pagemill-client-{os.getpid()}" for told in await plain.client_list())
+
             handles = await asyncio.gather(*(client.submit(prompt="x") for _ in range(400)))
             assert len({handle.id for handle in handles}) == await plain.xlen(STREAM) == 400
-            assert (await plain.info("clients"))["connected_clients"] <= others + CONNECTIONS + 5
+            # They stay open. The server may still have to notice that one is gone, and that of a test before.
+            async with asyncio.timeout(60):
+                while not 0 < await connections() <= CONNECTIONS:
+                    await asyncio.sleep(0.01)
 
     run(scenario())
 
