@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.kernels.cpu import amx, quantised_amx, quantised_matmul
+from pagemill.kernels.cpu import amx, quantised_amx, quantised_few, quantised_matmul
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.matmul import PANEL
 from pagemill.kernels.cpu.quantised_form import STEP, Form
@@ -43,7 +43,7 @@ class QuantisedLinear:
 
     def worker(self) -> int:
         group = self.in_features // int(self.data.shape[1])
-        if self.form.stored_pairs and group % quantised_amx.TILE_GROUP == 0 and amx.allowed():
+        if self.form.stored_pairs and group % quantised_few.TILE_GROUP == 0 and amx.allowed():
             return quantised_amx.WORKERS[self.form]()
         return quantised_matmul.WORKERS[self.form]()
 

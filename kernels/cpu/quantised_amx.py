@@ -27,14 +27,12 @@ from pagemill.kernels.cpu import amx
 from pagemill.kernels.cpu.amx import TILE
 from pagemill.kernels.cpu.jit import helper
 from pagemill.kernels.cpu.matmul import PANEL, multiply_floats
+from pagemill.kernels.cpu.quantised_few import MOST_ROWS, TILE_GROUP, make_few
 from pagemill.kernels.cpu.quantised_form import STEP, Form, load, plus
 from pagemill.kernels.cpu.quantised_matmul import FORMS, begin_sums, make_worker, worker_address
 from pagemill.kernels.cpu.quantised_open import LINE_BYTES, VECTOR_BYTES, fetch_share, make_open, make_sizes, store
 from pagemill.kernels.cpu.simd import LANES, splat
 from pagemill.kernels.cpu.views import vector
-
-TILE_GROUP = 2 * TILE
-"""in_features of a group must be a multiple of it."""
 
 _ACROSS = PANEL // TILE
 _LEFT, _RIGHT = _ACROSS, _ACROSS + 1  # tiles of activations and the first of weights; the sums are 0 to 2
@@ -145,6 +143,7 @@ def _make_columns(form: Form) -> Any:
     block1, block2, block4, block8, block16 = (_make_block(rows, form.has_minimum) for rows in _ROWS)
     open_groups = make_open(form, exact=True)
     opened_bytes, groups_at_once = make_sizes(form)
+    few = make_few(form)
 
     @helper
     def blocks(
@@ -190,7 +189,7 @@ def _make_columns(form: Form) -> Any:
                 )
 
     @helper
-    def few(
+    def small(
         rows: int,
         x: int,
         xstr: int,
@@ -222,7 +221,7 @@ def _make_columns(form: Form) -> Any:
             here, there = there, here
 
     @helper
-    def columns(
+    def by_tiles(
         rows: int,
         x: int,
         xstr: int,
@@ -246,7 +245,7 @@ def _make_columns(form: Form) -> Any:
         spare = room + most * size
         amx.configure(each, _WEIGHTS)
         if rows <= _WIDE_ROWS and most >= 2 * _FEW_GROUPS:
-            few(rows, x, xstr, sums, sstr, w, groups, steps, block, c, room, size, spare)
+            small(rows, x, xstr, sums, sstr, w, groups, steps, block, c, room, size, spare)
             return
         share = (block + number * _ACROSS - 1) // (number * _ACROSS)
         for first in range(0, groups, most):
@@ -279,6 +278,31 @@ def _make_columns(form: Form) -> Any:
                 to = min(index * each, rows - each) * PANEL
                 for place in range(each * PANEL):
                     all_sums[to + place] = all_sums[index * TILE * PANEL + place]
+
+    @helper
+    def columns(
+        rows: int,
+        x: int,
+        xstr: int,
+        sums: int,
+        sstr: int,
+        w: int,
+        groups: int,
+        steps: int,
+        block: int,
+        c: int,
+        bias: int,
+        room: int,
+        after: int,
+    ) -> None:
+        """Everything with the one way to treat tiny numbers that tiles know, whatever the number of rows."""
+        before = amx.flush_tiny()
+        if rows <= MOST_ROWS:
+            begin_sums(rows, c, bias)
+            few(rows, x, xstr, sums, sstr, w, groups, steps, block, c, room)
+        else:
+            by_tiles(rows, x, xstr, sums, sstr, w, groups, steps, block, c, bias, room, after)
+        amx.restore(before)
 
     return columns
 

@@ -119,7 +119,10 @@ def make_open(form: Form, exact: bool) -> Callable[..., Any]:
                 scales = builder.add(start, times(per_group, form.step_bytes))
                 opened = builder.add(target, times(per_group, (PAIRS if form.pairs else STEP) * LINE_BYTES))
                 for vector in range(PANEL // LANES * (1 + form.has_minimum)):
-                    value = _scales(builder, plus(builder, scales, vector * LANES * form.scale_bytes), form.half, exact)
+                    place = plus(builder, scales, vector * LANES * form.scale_bytes)
+                    value = (
+                        convert_scales(builder, place, form.half) if exact else read_scales(builder, place, form.half)
+                    )
                     store(builder, value, plus(builder, opened, vector * VECTOR_BYTES))
             return context.get_dummy_value()
 
@@ -143,8 +146,8 @@ def _bfloat_bits(value: int) -> int:
     return struct.unpack("<I", struct.pack("<f", value))[0] >> 16
 
 
-def _scales(builder: Any, address: Any, half: bool, converts: bool) -> Any:
-    """16 scales as float32, by the instruction for it where there is one."""
-    if half and converts:
+def convert_scales(builder: Any, address: Any, half: bool) -> Any:
+    """16 scales as float32, by the instruction for it: as `read_scales`, for processors with AVX-512."""
+    if half:
         return builder.fpext(load(builder, address, _VH), _VF32)
     return read_scales(builder, address, half)
