@@ -299,7 +299,7 @@ def _make_columns(form: Form) -> Any:
         before = amx.flush_tiny()
         if rows <= MOST_ROWS:
             begin_sums(rows, c, bias)
-            few(rows, x, xstr, sums, sstr, w, groups, steps, block, c, room)
+            few(rows, x, xstr, sums, sstr, w, groups, steps, block, c, room, after)
         else:
             by_tiles(rows, x, xstr, sums, sstr, w, groups, steps, block, c, bias, room, after)
         amx.restore(before)

@@ -49,7 +49,7 @@ TILE_GROUP = 2 * TILE
 
 _VECTORS = PANEL // LANES
 _STEPS = TILE_GROUP // STEP  # of codes in a step of a tile
-_AHEAD = 4096  # bytes: what the processor asks for by itself comes too late for so short a time between reads
+_AHEAD = 8192  # bytes: what the processor asks for by itself comes too late for so short a time between reads
 _CACHE_LINE = 64
 _PAIR = np.uint16(0)
 _ZERO = np.float32(0.0)
@@ -78,7 +78,8 @@ def _make_block(rows: int, form: Form) -> Callable[..., Any]:
     """c[r, n] += sum over k of x[r, k] * weight[n, k] for `rows` rows and a panel's features, as tiles would.
 
     int64: address of x in float32, bytes from row to row; of the sums of its groups, bytes from row to row; address of
-    the first group's block; groups, steps of a tile in one, bytes of a block; address of c (float32, rows of 48).
+    the first group's block; groups, steps of a tile in one, bytes of a block; address of c (float32, rows of 48); the
+    block to fetch meanwhile for the first group, from where the others follow.
     """
 
     @intrinsic
@@ -93,9 +94,10 @@ def _make_block(rows: int, form: Form) -> Callable[..., Any]:
         steps: Any,
         size: Any,
         c: Any,
+        ahead: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            x_at, x_stride, s_at, s_stride, w_at, n, per_group, block_bytes, c_at = args
+            x_at, x_stride, s_at, s_stride, w_at, n, per_group, block_bytes, c_at, ahead_at = args
 
             def times(value: Any, constant: int) -> Any:
                 return builder.mul(value, ir.Constant(_I64, constant))
@@ -111,17 +113,18 @@ def _make_block(rows: int, form: Form) -> Callable[..., Any]:
             x_starts = [builder.add(x_at, times(x_stride, row)) for row in range(rows)]
             s_starts = [builder.add(s_at, times(s_stride, row)) for row in range(rows)]
             step_bytes = _STEPS * form.step_bytes
+            lines = step_bytes // _CACHE_LINE
             for row, column in cells:
                 builder.store(load(builder, place_of(row, column), _VF32), totals[row][column])
             with cgutils.for_range(builder, n) as group:
                 start = builder.add(w_at, builder.mul(group.index, block_bytes))
+                fetched = builder.add(ahead_at, builder.mul(group.index, block_bytes))
                 for row, column in cells:
                     builder.store(floats(0.0), group_sums[row][column])
                 with cgutils.for_range(builder, per_group) as step:
                     base = builder.add(start, times(step.index, step_bytes))
                     k = times(builder.add(builder.mul(group.index, per_group), step.index), 4 * TILE_GROUP)
-                    for line in range(0, step_bytes + 2 * PANEL * form.scale_bytes, _CACHE_LINE):
-                        fetch(builder, plus(builder, base, _AHEAD + line))
+                    following = builder.add(fetched, times(step.index, step_bytes))
                     for row, column in cells:
                         for kept in (even, odd):
                             builder.store(floats(0.0), kept[row][column])
@@ -132,6 +135,10 @@ def _make_block(rows: int, form: Form) -> Callable[..., Any]:
                             places = [plus(builder, codes_at, column * VECTOR_BYTES) for column in range(_VECTORS)]
                             words = [load(builder, place, _VI32) for place in places]
                         for pair in range(PAIRS):
+                            # A few at a time: the processor has room for a dozen or so that it waits for.
+                            part, parts = inner * PAIRS + pair, _STEPS * PAIRS
+                            for line in range(lines * part // parts, lines * (part + 1) // parts):
+                                fetch(builder, plus(builder, following, line * _CACHE_LINE))
                             codes = [_codes(builder, form, codes_at, words, pair, column) for column in range(_VECTORS)]
                             for row in range(rows):
                                 for half, kept in enumerate((even, odd)):
@@ -148,6 +155,8 @@ def _make_block(rows: int, form: Form) -> Callable[..., Any]:
                         total = builder.fadd(builder.load(group_sums[row][column]), joined)
                         builder.store(total, group_sums[row][column])
                 scales_at = builder.add(start, times(per_group, step_bytes))
+                for at in range(0, PANEL * form.scale_bytes * (1 + form.has_minimum), _CACHE_LINE):
+                    fetch(builder, plus(builder, builder.add(fetched, times(per_group, step_bytes)), at))
 
                 def scales(index: int) -> list[Any]:
                     first = plus(builder, scales_at, index * PANEL * form.scale_bytes)
@@ -170,14 +179,15 @@ def _make_block(rows: int, form: Form) -> Callable[..., Any]:
                 store(builder, builder.load(totals[row][column]), place_of(row, column))
             return context.get_dummy_value()
 
-        return types.void(*(types.int64,) * 9), codegen
+        return types.void(*(types.int64,) * 10), codegen
 
     return block
 
 
 def make_few(form: Form) -> Any:
     """few(rows, x, distance of its rows, sums of its groups, distance of theirs, panel, groups, steps of a group, bytes
-    of a block, c, memory for opened groups): add a panel's sums for 1 to MOST_ROWS rows to c."""
+    of a block, c, memory for opened groups, which panel comes next): add a panel's sums for 1 to MOST_ROWS rows to c.
+    """
     block1, block2 = (_make_block(rows, form) for rows in (1, 2))
     _, groups_at_once = make_sizes(form)
 
@@ -194,12 +204,17 @@ def make_few(form: Form) -> Any:
         block: int,
         c: int,
         room: int,
+        after: int,
     ) -> None:
         group = steps * STEP
+        ahead = min(groups, max(1, _AHEAD // block))
         # A row of a group in float32 takes a twenty-fourth of what the opened group would.
         most = groups_at_once(steps) * (PANEL // 2) // MOST_ROWS
-        for first in range(0, groups, most):
-            count = min(most, groups - first)
+        first = 0
+        while first < groups:
+            inside = first + ahead < groups
+            count = min(most, groups - ahead - first if inside else groups - first)
+            fetched = w + (first + ahead) * block if inside else after + (first + ahead - groups) * block
             length = count * group
             for row in range(rows):
                 stored = vector(x + row * xstr + 2 * first * group, length, _PAIR)
@@ -208,8 +223,9 @@ def make_few(form: Form) -> Any:
                     wide[index] = widen(stored[index])
             at, beside = w + first * block, sums + 4 * first
             if rows == 1:
-                block1(room, 4 * length, beside, sstr, at, count, group // TILE_GROUP, block, c)
+                block1(room, 4 * length, beside, sstr, at, count, group // TILE_GROUP, block, c, fetched)
             else:
-                block2(room, 4 * length, beside, sstr, at, count, group // TILE_GROUP, block, c)
+                block2(room, 4 * length, beside, sstr, at, count, group // TILE_GROUP, block, c, fetched)
+            first += count
 
     return few

@@ -280,7 +280,8 @@ def make_worker(form: Form, most_rows: int, needs_sums: bool, columns: Any, fini
             row = item // bundles * rows_at_once
             here = min(rows_at_once, rows - row)
             first = item % bundles * panels_at_once
-            for panel in range(first, min(first + panels_at_once, panels)):
+            last = min(first + panels_at_once, panels) - 1
+            for panel in range(first, last + 1):
                 weights = record[RECORD_PANELS] + panel * panel_bytes
                 bias = record[RECORD_BIAS] + panel * bias_step
                 inside = panel % section
@@ -288,7 +289,8 @@ def make_worker(form: Form, most_rows: int, needs_sums: bool, columns: Any, fini
                 column = inside * PANEL + panel // section * features
                 place, sums = x + row * x_stride, x_sums.ctypes.data + row * groups * 4
                 beside = weights + section * panel_bytes
-                after = weights + panel_bytes
+                # Threads take turns as long as they are equally fast; what is behind the last panel does no harm.
+                after = weights + panel_bytes * (1 if panel < last else 1 + (parts - 1) * panels_at_once)
                 room_at = (room.ctypes.data + 63) // 64 * 64  # here, since an array lives until it is last named
                 columns(
                     here,
