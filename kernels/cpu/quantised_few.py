@@ -41,7 +41,7 @@ from pagemill.kernels.cpu.quantised_open import VECTOR_BYTES, convert_scales, ma
 from pagemill.kernels.cpu.simd import LANES, splat, widen
 from pagemill.kernels.cpu.views import vector
 
-MOST_ROWS = 2
+MOST_ROWS = 3
 """Rows from which tiles are quicker, less one."""
 
 TILE_GROUP = 2 * TILE
@@ -59,7 +59,7 @@ _VI32 = ir.VectorType(ir.IntType(32), LANES)
 _VF32 = ir.VectorType(_F32, LANES)
 
 
-def _codes(builder: Any, form: Form, base: Any, words: list[Any], pair: int, column: int) -> list[Any]:
+def _codes(builder: Any, form: Form, base: Any, words: Any, pair: int, column: int) -> list[Any]:
     """The first and second codes of 16 features' pair as float32."""
     if not form.nibbles:
         return byte_halves(builder, plus(builder, base, (pair * _VECTORS + column) * 2 * LANES))
@@ -69,7 +69,7 @@ def _codes(builder: Any, form: Form, base: Any, words: list[Any], pair: int, col
     found = []
     for half in range(2):
         shift = 4 * pair + 16 * half
-        index = builder.lshr(words[column], ints(shift)) if shift else words[column]
+        index = builder.lshr(words, ints(shift)) if shift else words
         found.append(call(builder, f"llvm.x86.avx512.permvar.sf.{32 * LANES}", _VF32, [table, index]))
     return found
 
@@ -102,61 +102,65 @@ def _make_block(rows: int, form: Form) -> Callable[..., Any]:
             def times(value: Any, constant: int) -> Any:
                 return builder.mul(value, ir.Constant(_I64, constant))
 
-            def variables() -> list[list[Any]]:
-                return [[cgutils.alloca_once(builder, _VF32) for _ in range(_VECTORS)] for _ in range(rows)]
+            def variables() -> dict[tuple[int, int], Any]:
+                return {cell: cgutils.alloca_once(builder, _VF32) for cell in cells}
 
             def place_of(row: int, column: int) -> Any:
                 return plus(builder, c_at, 4 * (row * PANEL + column * LANES))
 
-            totals, group_sums, even, odd = variables(), variables(), variables(), variables()
             cells = [(row, column) for row in range(rows) for column in range(_VECTORS)]
+            totals, group_sums, even, odd = variables(), variables(), variables(), variables()
             x_starts = [builder.add(x_at, times(x_stride, row)) for row in range(rows)]
             s_starts = [builder.add(s_at, times(s_stride, row)) for row in range(rows)]
             step_bytes = _STEPS * form.step_bytes
-            lines = step_bytes // _CACHE_LINE
-            for row, column in cells:
-                builder.store(load(builder, place_of(row, column), _VF32), totals[row][column])
+            lines, parts = step_bytes // _CACHE_LINE, _STEPS * PAIRS
+            for cell in cells:
+                builder.store(load(builder, place_of(*cell), _VF32), totals[cell])
             with cgutils.for_range(builder, n) as group:
                 start = builder.add(w_at, builder.mul(group.index, block_bytes))
                 fetched = builder.add(ahead_at, builder.mul(group.index, block_bytes))
-                for row, column in cells:
-                    builder.store(floats(0.0), group_sums[row][column])
+                for cell in cells:
+                    builder.store(floats(0.0), group_sums[cell])
                 with cgutils.for_range(builder, per_group) as step:
                     base = builder.add(start, times(step.index, step_bytes))
-                    k = times(builder.add(builder.mul(group.index, per_group), step.index), 4 * TILE_GROUP)
                     following = builder.add(fetched, times(step.index, step_bytes))
-                    for row, column in cells:
-                        for kept in (even, odd):
-                            builder.store(floats(0.0), kept[row][column])
+                    k = times(builder.add(builder.mul(group.index, per_group), step.index), 4 * TILE_GROUP)
+                    for kept in (even, odd):
+                        for cell in cells:
+                            builder.store(floats(0.0), kept[cell])
                     for inner in range(_STEPS):
                         codes_at = plus(builder, base, inner * form.step_bytes)
-                        words = []
+                        words = {}
                         if form.nibbles:
-                            places = [plus(builder, codes_at, column * VECTOR_BYTES) for column in range(_VECTORS)]
-                            words = [load(builder, place, _VI32) for place in places]
+                            for column in range(_VECTORS):
+                                words[column] = load(builder, plus(builder, codes_at, column * VECTOR_BYTES), _VI32)
                         for pair in range(PAIRS):
                             # A few at a time: the processor has room for a dozen or so that it waits for.
-                            part, parts = inner * PAIRS + pair, _STEPS * PAIRS
+                            part = inner * PAIRS + pair
                             for line in range(lines * part // parts, lines * (part + 1) // parts):
                                 fetch(builder, plus(builder, following, line * _CACHE_LINE))
-                            codes = [_codes(builder, form, codes_at, words, pair, column) for column in range(_VECTORS)]
+                            codes = {
+                                column: _codes(builder, form, codes_at, words.get(column), pair, column)
+                                for column in range(_VECTORS)
+                            }
                             for row in range(rows):
                                 for half, kept in enumerate((even, odd)):
-                                    at = builder.add(
-                                        x_starts[row], plus(builder, k, 4 * (inner * STEP + 2 * pair + half))
-                                    )
-                                    factor = splat(builder, load(builder, at, _F32))
+                                    place = plus(builder, k, 4 * (inner * STEP + 2 * pair + half))
+                                    factor = load(builder, builder.add(x_starts[row], place), _F32)
                                     for column in range(_VECTORS):
-                                        total = builder.load(kept[row][column])
-                                        total = multiply_floats(builder, factor, codes[column][half], total)
-                                        builder.store(total, kept[row][column])
-                    for row, column in cells:
-                        joined = builder.fadd(builder.load(even[row][column]), builder.load(odd[row][column]))
-                        total = builder.fadd(builder.load(group_sums[row][column]), joined)
-                        builder.store(total, group_sums[row][column])
-                scales_at = builder.add(start, times(per_group, step_bytes))
+                                        total = builder.load(kept[row, column])
+                                        total = multiply_floats(
+                                            builder, splat(builder, factor), codes[column][half], total
+                                        )
+                                        builder.store(total, kept[row, column])
+                    for cell in cells:
+                        joined = builder.fadd(builder.load(even[cell]), builder.load(odd[cell]))
+                        total = builder.fadd(builder.load(group_sums[cell]), joined)
+                        builder.store(total, group_sums[cell])
+                after_codes = times(per_group, step_bytes)
+                scales_at, fetched = builder.add(start, after_codes), builder.add(fetched, after_codes)
                 for at in range(0, PANEL * form.scale_bytes * (1 + form.has_minimum), _CACHE_LINE):
-                    fetch(builder, plus(builder, builder.add(fetched, times(per_group, step_bytes)), at))
+                    fetch(builder, plus(builder, fetched, at))
 
                 def scales(index: int) -> list[Any]:
                     first = plus(builder, scales_at, index * PANEL * form.scale_bytes)
@@ -170,13 +174,13 @@ def _make_block(rows: int, form: Form) -> Callable[..., Any]:
                         at = builder.add(s_starts[row], times(group.index, 4))
                         x_sum = splat(builder, load(builder, at, _F32))
                     for column in range(_VECTORS):
-                        total = builder.load(totals[row][column])
+                        total = builder.load(totals[row, column])
                         if form.has_minimum:
                             total = multiply_floats(builder, minima[column], x_sum, total)
-                        total = multiply_floats(builder, factors[column], builder.load(group_sums[row][column]), total)
-                        builder.store(total, totals[row][column])
-            for row, column in cells:
-                store(builder, builder.load(totals[row][column]), place_of(row, column))
+                        total = multiply_floats(builder, factors[column], builder.load(group_sums[row, column]), total)
+                        builder.store(total, totals[row, column])
+            for cell in cells:
+                store(builder, builder.load(totals[cell]), place_of(*cell))
             return context.get_dummy_value()
 
         return types.void(*(types.int64,) * 10), codegen
@@ -188,7 +192,7 @@ def make_few(form: Form) -> Any:
     """few(rows, x, distance of its rows, sums of its groups, distance of theirs, panel, groups, steps of a group, bytes
     of a block, c, memory for opened groups, which panel comes next): add a panel's sums for 1 to MOST_ROWS rows to c.
     """
-    block1, block2 = (_make_block(rows, form) for rows in (1, 2))
+    block1, block2, block3 = (_make_block(rows, form) for rows in range(1, MOST_ROWS + 1))
     _, groups_at_once = make_sizes(form)
 
     @exact_helper
@@ -209,7 +213,7 @@ def make_few(form: Form) -> Any:
         group = steps * STEP
         ahead = min(groups, max(1, _AHEAD // block))
         # A row of a group in float32 takes a twenty-fourth of what the opened group would.
-        most = groups_at_once(steps) * (PANEL // 2) // MOST_ROWS
+        most = groups_at_once(steps) * (PANEL // 2) // rows
         first = 0
         while first < groups:
             inside = first + ahead < groups
@@ -221,11 +225,13 @@ def make_few(form: Form) -> Any:
                 wide = vector(room + 4 * row * length, length, _ZERO)
                 for index in range(length):
                     wide[index] = widen(stored[index])
-            at, beside = w + first * block, sums + 4 * first
+            place, at, each = sums + 4 * first, w + first * block, group // TILE_GROUP
             if rows == 1:
-                block1(room, 4 * length, beside, sstr, at, count, group // TILE_GROUP, block, c, fetched)
+                block1(room, 4 * length, place, sstr, at, count, each, block, c, fetched)
+            elif rows == 2:
+                block2(room, 4 * length, place, sstr, at, count, each, block, c, fetched)
             else:
-                block2(room, 4 * length, beside, sstr, at, count, group // TILE_GROUP, block, c, fetched)
+                block3(room, 4 * length, place, sstr, at, count, each, block, c, fetched)
             first += count
 
     return few
