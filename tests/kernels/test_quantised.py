@@ -93,6 +93,53 @@ def test_rows_of_any_number_have_the_same_bits_with_more_groups_than_are_opened_
         assert torch.equal(cpu.linear(x[145 - rows : 145], prepared), together[-rows:]), rows
 
 
+def nasty_rows(width: int) -> torch.Tensor:
+    """Rows of every kind that arithmetic treats in a way of its own, bfloat16 [24, width]."""
+    normal = torch.randn(24, width).bfloat16()
+    # Next to the smallest normal number, so that some are below it, and sums that cancel are.
+    for row, exponent in enumerate((-133, -130, -128, -126, -125, -124, -122, -119)):
+        normal[row] = (torch.randn(width).double() * 2.0**exponent).bfloat16()
+    normal[8, ::2] = -normal[8, 1::2]
+    normal[9] = torch.where(torch.rand(width) < 0.5, 2.0**-126, -(2.0**-126))
+    normal[10] *= 2.0**120  # whose products overflow
+    normal[11] = (torch.randn(width).double() * 2.0 ** torch.randint(-126, 120, (width,)).double()).bfloat16()
+    normal[12], normal[13], normal[14] = 0, -0.0, 2.0**-133
+    normal[15, 3], normal[16, 3], normal[17, 5] = float("inf"), -float("inf"), float("nan")
+    normal[18, 0], normal[18, 1] = float("inf"), -float("inf")
+    normal[19, 0::2], normal[20, 1::2] = 0, 0
+    return normal
+
+
+@pytest.mark.parametrize(
+    ("bits", "has_minimum", "dtype", "group"),
+    [
+        (8, False, np.float16, 32),
+        (4, True, np.float16, 32),
+        (4, False, np.float16, 64),
+        (8, True, np.float32, 128),
+        (8, False, np.float16, 16),
+    ],
+)
+def test_a_row_has_the_same_bits_alone_and_beside_others_whatever_it_holds(
+    cpu: CpuOps, bits: int, has_minimum: bool, dtype: type[np.floating], group: int
+) -> None:
+    """Scales are large, too, so that sums that are next to nothing can be told apart."""
+    weight = invented(bits, has_minimum, dtype, group, 100, 256)
+    weight.scale[50:] = 30000
+    prepared = cpu.prepare_quantised(weight, None, torch.bfloat16)
+    x = nasty_rows(256)
+    together = cpu.logits(x, prepared).clone()
+    assert together[:8].count_nonzero() > 400
+    numbers = ~together.isnan()
+    assert numbers[:10].all()
+    assert not numbers[17].any()
+    bits_of = together.nan_to_num(7.0).view(torch.int32)
+    for rows in range(1, 18):
+        for first in range(0, 25 - rows, 1 if rows <= 4 else 7):
+            some = cpu.logits(x[first : first + rows], prepared).nan_to_num(7.0).view(torch.int32)
+            assert torch.equal(some, bits_of[first : first + rows]), (rows, first)
+
+
 def test_products_of_other_shapes_and_rows_that_are_not_there(cpu: CpuOps) -> None:
     prepared = cpu.prepare_quantised(quantise(np.ones((40, 64), np.float32), 8), None, torch.bfloat16)
     assert cpu.linear(torch.zeros(0, 64, dtype=torch.bfloat16), prepared).shape == (0, 40)
