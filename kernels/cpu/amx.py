@@ -8,7 +8,8 @@ a thread says how large its tiles are before it uses them (`configure`) and that
 switching to another thread costs as little as before.
 
 Of the sum of a pair's products the even and the odd ones are added up apart and joined at the end of a tile, unlike
-those of AVX512_BF16. So whatever must have the same bits in a batch of any size uses tiles for all of them.
+those of AVX512_BF16. So whatever must have the same bits in a batch of any size uses tiles for all of them, or vectors
+that do just the same (`quantised_few`).
 """
 
 # llvmlite and numba ship no types, and `intrinsic` returns what numba makes of a function.

@@ -5,8 +5,8 @@ read by vectors, which add it times the scale to the row's sum, in registers ove
 as the tiles themselves. Scaled weights would not need it, but they would be rounded to bfloat16, and a product of one
 row would wait for the scaling.
 
-All rows go this way, a single one too, since tiles sum in another order than the vectors of `quantised_tile`. With 9 to
-16 rows a block is a third of a panel, otherwise registers would not hold its sums.
+Up to three rows go past vectors that make the same sums (`quantised_few`); those of `quantised_tile` make others. With
+9 to 16 rows a block is a third of a panel, otherwise registers would not hold its sums.
 """
 
 # llvmlite and numba ship no types, and `intrinsic` returns what numba makes of a function.
