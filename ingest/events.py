@@ -18,10 +18,13 @@ State = Literal["completed", "cancelled", "failed", "expired", "rejected"]
 TERMINAL_STATES: frozenset[str] = frozenset(("completed", "cancelled", "failed", "expired", "rejected"))
 NO_CHAIN = "00000000"
 
+_pack_one = struct.Struct("<I").pack
+
 
 def extend_chain(chain: str, token_ids: Sequence[int]) -> str:
     """The running hash of a choice: CRC-32 over its token ids as little-endian 32-bit integers, 8 hex digits."""
-    return f"{zlib.crc32(struct.pack(f'<{len(token_ids)}I', *token_ids), int(chain, 16)):08x}"
+    packed = _pack_one(*token_ids) if len(token_ids) == 1 else struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return f"{zlib.crc32(packed, int(chain, 16)):08x}"
 
 
 def event(seq: int, attempt: int, kind: str, **fields: Any) -> bytes:
@@ -123,7 +126,10 @@ class Transcript:
         return {field: name for field, name in names.items() if name is not None}
 
     def choice(self, index: int) -> ChoiceTranscript:
-        return self.choices.setdefault(index, ChoiceTranscript())
+        found = self.choices.get(index)
+        if found is None:
+            found = self.choices[index] = ChoiceTranscript()
+        return found
 
     def add(self, item: Mapping[str, Any]) -> None:
         """Take the next event in. Kinds that this version does not know change nothing."""

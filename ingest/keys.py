@@ -49,22 +49,20 @@ def uuid7_hex() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardKeys:
-    """The keys of one shard. `tag` is its hash tag with the braces."""
+    """The keys of one shard. `tag` is its hash tag with the braces; `base` what every key begins with, for scripts that
+    build those of requests."""
 
     prefix: str
     tag: str
+    base: str = field(init=False)
     streams: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "base", f"{self.prefix}:{self.tag}:")
         object.__setattr__(self, "streams", tuple(self._key(f"in:{priority}") for priority in range(PRIORITIES)))
 
     def _key(self, name: str) -> str:
-        return f"{self.prefix}:{self.tag}:{name}"
-
-    @property
-    def base(self) -> str:
-        """What every key of the shard begins with: scripts build the keys of requests that they find on it."""
-        return self._key("")
+        return self.base + name
 
     @property
     def waiting(self) -> str:

@@ -6,7 +6,6 @@ they are kept until the end, so that a server that lost some in a failover can b
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,6 +44,15 @@ class Ending:
     dead_letter: str = ""
 
 
+@dataclass(slots=True)
+class _News:
+    """What a choice has generated since its last delta."""
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[dict[str, Any]] | None
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One owned request. `body` is None where it could not be read; such a request is only refused.
@@ -80,10 +88,8 @@ class LiveRequest:
     _events: list[bytes] = field(default_factory=list, init=False)
     _started: bool = field(default=False, init=False)
     _ran: bool = field(default=False, init=False)
-    _token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list), init=False)
-    _logprobs: defaultdict[int, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _news: dict[int, _News] = field(default_factory=dict, init=False)
     _prompt_logprobs: list[dict[str, Any] | None] | None = field(default=None, init=False)
-    _text: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list), init=False)
     _reasoning_tokens: dict[int, int] = field(default_factory=dict, init=False)
     _untold: dict[int, Told] = field(default_factory=dict, init=False)
     _final_events: int = field(default=0, init=False)
@@ -144,16 +150,21 @@ class LiveRequest:
         """Take an increment of the engine in."""
         if output.started:
             self._started = self._ran = True
-        if output.token_ids:
-            self._token_ids[output.index] += output.token_ids
-            self.has_tokens = True
-        if output.logprobs is not None:
-            self._logprobs[output.index] += [position.to_dict() for position in output.logprobs]
+        if output.token_ids or output.text:
+            logprobs = None if output.logprobs is None else [position.to_dict() for position in output.logprobs]
+            news = self._news.get(output.index)
+            if news is None:
+                self._news[output.index] = _News([*output.token_ids], output.text, logprobs)
+            else:
+                news.token_ids += output.token_ids
+                news.text += output.text
+                if logprobs is not None:
+                    news.logprobs = (news.logprobs or []) + logprobs
+            if output.token_ids:
+                self.has_tokens = True
         if output.prompt_logprobs is not None:
             told = output.prompt_logprobs
             self._prompt_logprobs = [None if position is None else position.to_dict() for position in told]
-        if output.text:
-            self._text[output.index].append(output.text)
         if output.reasoning_tokens:
             self._reasoning_tokens[output.index] = output.reasoning_tokens
         if output.finish_reason is None:
@@ -181,50 +192,49 @@ class LiveRequest:
         if self._started:
             self._started = False
             self._add("started", model=self.model, created=self.begun.created, **self.transcript.parsers)
-            self._started_seq = self.begun.seq + len(self._events)
+            self._started_seq = self.composed
         if self.streams or self.ending is not None:
-            for index in sorted({*self._token_ids, *self._text, *self._untold}):
-                if self._is_comparable(index):
-                    self._add_delta(index, self._token_ids.pop(index, []), "".join(self._text.pop(index, [])))
-                    self._logprobs.pop(index, None)
+            for index in sorted({*self._news, *self._untold}) if self._untold or len(self._news) > 1 else [*self._news]:
+                if index not in self._untold or self._is_comparable(index):
+                    self._add_delta(index, self._news.pop(index))
         if self.ending is not None:
             self._add_final(self.ending)
 
     def _is_comparable(self, index: int) -> bool:
         """Whether a choice may tell what it has. A `rewind` goes before it where readers were told something else."""
-        told = self._untold.get(index)
-        if told is None:
-            return True
-        choice, new = self.transcript.choice(index), self._token_ids.get(index, [])
+        told, choice = self._untold[index], self.transcript.choice(index)
+        new = self._news[index].token_ids if index in self._news else []
         missing = told.count - len(choice.token_ids)
         if len(new) < missing and self.ending is None and choice.finish_reason is None:
             return False
         del self._untold[index]
         if len(new) < missing or extend_chain(choice.chain, new[:missing]) != told.chain:
             self._add("rewind", index=index, to_offset=len(choice.token_ids), to_text_offset=choice.text_length)
-        return bool(new or self._text.get(index))
+        return index in self._news
 
-    def _add_delta(self, index: int, token_ids: list[int], text: str) -> None:
+    def _add_delta(self, index: int, news: _News) -> None:
         choice = self.transcript.choice(index)
         offset, text_offset = len(choice.token_ids), choice.text_length
-        logprobs = self._logprobs.get(index)
-        choice.extend(token_ids, text, logprobs)
-        extra: dict[str, Any] = {}
+        choice.extend(news.token_ids, news.text, news.logprobs)
+        delta = {
+            "seq": self.composed + 1,
+            "attempt": self.begun.attempt,
+            "type": "delta",
+            "index": index,
+            "offset": offset,
+            "count": len(news.token_ids),
+            "token_ids": news.token_ids,
+            "text": news.text,
+            "text_offset": text_offset,
+            "logprobs": news.logprobs,
+            "chain": choice.chain,
+        }
         if index == 0 and self._prompt_logprobs is not None:
-            choice.prompt_logprobs = extra["prompt_logprobs"] = self._prompt_logprobs
+            choice.prompt_logprobs = delta["prompt_logprobs"] = self._prompt_logprobs
             self._prompt_logprobs = None
-        self._add(
-            "delta",
-            index=index,
-            offset=offset,
-            count=len(token_ids),
-            token_ids=token_ids,
-            text=text,
-            text_offset=text_offset,
-            logprobs=logprobs,
-            chain=choice.chain,
-            **extra,
-        )
+        self._events.append(
+            orjson.dumps(delta)
+        )  # without `event`: for every token, its arguments would cost thrice that
 
     def turn_cancelled(self) -> None:
         """Replace an unpublished end by "cancelled": a cancel was acknowledged before it could be written."""
@@ -241,7 +251,13 @@ class LiveRequest:
         if seq < self.begun.seq - len(self.recalled):
             return False
         self.published = seq
+        self.has_told_tokens = False  # went with the events
         return True
+
+    @property
+    def composed(self) -> int:
+        """Events so far, told or not."""
+        return self.begun.seq + len(self._events)
 
     def call(self, config: QueueConfig) -> scripts.Call | None:
         """The script call that brings the server up to date; None where it is."""
@@ -258,7 +274,7 @@ class LiveRequest:
                 self.begun.attempt,
                 self.published,
                 events,
-                has_tokens=self.has_tokens,
+                has_tokens=self.has_tokens and not self.has_told_tokens,
                 started_hook=self._started_hook(),
                 told=write_told(self.choices, self._untold),
             )
@@ -312,8 +328,7 @@ class LiveRequest:
         return {} if self.body is None else self.body.metadata or {}
 
     def _add(self, kind: str, **fields: Any) -> None:
-        seq = self.begun.seq + len(self._events) + 1
-        self._events.append(event(seq, self.begun.attempt, kind, **fields))
+        self._events.append(event(self.composed + 1, self.begun.attempt, kind, **fields))
 
     def _add_final(self, ending: Ending) -> None:
         before = len(self._events)

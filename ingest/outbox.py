@@ -64,11 +64,10 @@ class Outbox:
         """Take an increment of the engine: its sink. Cheap, never waits."""
         if live.detached or live.ending is not None:
             return
-        now = self._clock()
-        first = bool(output.token_ids) and not live.has_tokens
+        first = not live.has_tokens and bool(output.token_ids)
         live.take(output)
         if output.started or first or live.ending is not None:
-            self._schedule(live, now)
+            self._schedule(live, self._clock())
         elif live.streams:
             self._schedule(live, live.flushed_at + live.flush_s)
 
@@ -168,6 +167,10 @@ class Outbox:
         return trouble
 
     def _settle(self, live: LiveRequest, call: scripts.Call, raw: bytes) -> None:
+        if raw == scripts.WriteReply.all_well(live.composed):
+            live.published, live.unwatched_since = live.composed, None
+            live.has_told_tokens = live.has_told_tokens or call.has_tokens
+            return
         reply = scripts.WriteReply.read(raw)
         if reply.status == "ok":
             live.published = reply.seq

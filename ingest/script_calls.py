@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.exceptions import NoScriptError
 
@@ -43,8 +43,7 @@ def script(name: str, sharded: bool = False) -> Script:
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call of a script. `keys` all lie in one slot. `has_tokens`: it tells that a request has tokens.
 
     `shared`: arguments of a script that takes several requests at a time. Calls that have the same and lie in one slot
@@ -59,8 +58,8 @@ class Call:
 
     @property
     def size(self) -> int:
-        """About how many bytes its arguments have."""
-        return sum([len(arg) for arg in self.args if not isinstance(arg, int)])
+        """About how many bytes its arguments have: what is long comes as bytes."""
+        return sum([len(arg) for arg in self.args if arg.__class__ is bytes])
 
     @property
     def slot(self) -> str:

@@ -76,7 +76,10 @@ class BeginReply:
 
 @dataclass(frozen=True, slots=True)
 class WriteReply:
-    """What `append` and `finish` say. `seq`: events that are there now; with "gap" fewer than the caller believes."""
+    """What `append` and `finish` say. `seq`: events that are there now; with "gap" fewer than the caller believes.
+
+    Nearly always `append` says, for every token, that the events are there and nothing else: see `all_well`.
+    """
 
     status: Literal["ok", "gap", "stale", "gone", "cancelled"]
     seq: int = 0
@@ -84,10 +87,13 @@ class WriteReply:
     expired: bool = False
     unwatched: bool = False
 
+    @staticmethod
+    def all_well(seq: int) -> bytes:
+        """What `append` replies where `seq` events are there now and nothing else is to be said."""
+        return b"ok %d 0 0 0" % seq
+
     @classmethod
     def read(cls, reply: bytes) -> WriteReply:
         status, *numbers = reply.decode().split()
-        if not numbers or numbers[1:] == ["0", "0", "0"]:  # nearly always, and it is read for every token
-            return cls(status, int(numbers[0]) if numbers else 0)  # type: ignore[arg-type]
         seq, cancel, expired, unwatched = (*(int(number) for number in numbers), 0, 0, 0, 0)[:4]
         return cls(status, seq, bool(cancel), bool(expired), bool(unwatched))  # type: ignore[arg-type]

@@ -183,15 +183,17 @@ def append(
     started_hook: bytes = b"",
     told: str = "",
 ) -> Call:
-    """Publish events number offset + 1, offset + 2 ... of a running request. `has_tokens`: something was generated.
-    `started_hook`: what a webhook that it has started says, as JSON. `told`: what its choices have told with these."""
-    fence = (attempt, offset, shard.channel(request_id), "1" if has_tokens else "0")
+    """Publish events number offset + 1, offset + 2 ... of a running request.
+
+    `has_tokens`: something was generated; said until the server knows. `started_hook`: what a webhook that it has
+    started says, as JSON. `told`: what its choices have told with these.
+    """
     return Call(
         "append",
-        (shard.record(request_id), shard.events(request_id)),
-        (*fence, started_hook, told, len(events), *events),
+        (shard.record(request_id),),
+        (attempt, offset, "1" if has_tokens else "0", started_hook, told, len(events), *events),
         has_tokens,
-        shared=(owner, GRACE_MS),
+        shared=(owner, GRACE_MS, shard.base),
     )
 
 
