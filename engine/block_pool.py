@@ -5,14 +5,21 @@ fragmentation between blocks; a sequence wastes at most its last, partly filled 
 a block that two sequences share has count 2 and returns to the free list when the last of them lets go.
 
 A free block keeps its content until it is handed out again. If that content is a full block of tokens, its hash stays
-findable and a later request with the same prefix takes the block back from the middle of the free list. So the free
-list is at once the stock and the cache's LRU order: `allocate` takes from its head, which holds blocks without reusable
-content first and then the cached block that was let go longest ago.
+findable and a later request with the same prefix takes the block back from the middle of the list of such blocks, which
+is the cache's LRU order. What is handed out first:
+
+  1. blocks without reusable content, by where they lie: behind the sequence's last one, or else in a row
+     (`empty_blocks`);
+  2. the cached block that was let go longest ago, wherever it lies. Several at once are handed out by ascending id.
+
+The second comes before every wish for neighbours: blocks in a row save some of attention's time, a lost prefix is
+computed again. So a pool without a prefix cache keeps its sequences in runs for good, and one with a cache as long as
+there are blocks that never held anything; once all hold prefixes, a block's place is a matter of age.
 
 Invariants, asserted by `check`:
   * free blocks + referenced blocks = total - 1 (block 0 is the null block: never handed out, a target for padding);
   * the reference count of a block = the number of times the block tables (and the step fence) hold it;
-  * a block is on the free list exactly when its reference count is 0;
+  * a block is in the LRU list or among the empty ones, by whether it has a hash, exactly when its count is 0;
   * the hash map and the blocks' hashes are the same relation.
 
 Rejected: a radix tree of tokens (no block boundaries to lose hits to, but splits, merges and leaf eviction on every
@@ -26,12 +33,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pagemill.engine.empty_blocks import EmptyBlocks
+
 NULL_BLOCK = 0
 MAP_SAMPLES = 16
 
 
 class KVCacheBlock:
-    """One block's bookkeeping. Made once for each block when the pool is made; `prev` and `next` link the free list."""
+    """One block's bookkeeping. Made once for each block when the pool is made; `prev` and `next` link the LRU list."""
 
     __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
 
@@ -43,39 +52,29 @@ class KVCacheBlock:
         self.next: KVCacheBlock | None = None
 
 
-class FreeBlockQueue:
-    """Doubly linked list threaded through the blocks themselves: O(1) at both ends and from the middle."""
+class CachedBlockQueue:
+    """Free blocks with content, in the order in which they are given up: a doubly linked list threaded through the
+    blocks themselves, O(1) at both ends and from the middle."""
 
     __slots__ = ("_head", "_tail", "count")
 
-    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def __init__(self) -> None:
         self._head = KVCacheBlock(-1)
         self._tail = KVCacheBlock(-1)
         self._head.next, self._tail.prev = self._tail, self._head
         self.count = 0
-        for block in blocks:
-            self.append(block)
-
-    def _insert(self, block: KVCacheBlock, before: KVCacheBlock) -> None:
-        previous = before.prev
-        assert previous is not None and block.prev is None and block.next is None
-        previous.next, block.prev = block, previous
-        block.next, before.prev = before, block
-        self.count += 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Hand this block out last."""
-        self._insert(block, self._tail)
-
-    def append_left(self, block: KVCacheBlock) -> None:
-        """Hand this block out next."""
-        first = self._head.next
-        assert first is not None
-        self._insert(block, first)
+        """Give this block up last."""
+        previous = self._tail.prev
+        assert previous is not None and block.prev is None and block.next is None
+        previous.next, block.prev = block, previous
+        block.next, self._tail.prev = self._tail, block
+        self.count += 1
 
     def remove(self, block: KVCacheBlock) -> None:
         previous, following = block.prev, block.next
-        assert previous is not None and following is not None, f"block {block.block_id} is not on the free list"
+        assert previous is not None and following is not None, f"block {block.block_id} is not in the list"
         previous.next, following.prev = following, previous
         block.prev = block.next = None
         self.count -= 1
@@ -85,7 +84,7 @@ class FreeBlockQueue:
         taken: list[KVCacheBlock] = []
         block = self._head.next
         for _ in range(count):
-            assert block is not None and block is not self._tail, "the free list is empty"
+            assert block is not None and block is not self._tail, "the list is empty"
             taken.append(block)
             following = block.next
             block.prev = block.next = None
@@ -121,7 +120,8 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
-        self._free = FreeBlockQueue(self.blocks[1:])
+        self._cached = CachedBlockQueue()
+        self._empty = EmptyBlocks(num_blocks)
         self._by_hash: dict[bytes, KVCacheBlock] = {}
         self._shared = 0
         self._cached_in_use = 0
@@ -134,23 +134,27 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return self._free.count
+        return self._cached.count + self._empty.count
 
     @property
     def num_used(self) -> int:
-        return len(self.blocks) - 1 - self._free.count
+        return len(self.blocks) - 1 - self.num_free
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference. The caller has looked at `num_free`."""
-        assert count <= self._free.count, f"{count} blocks asked for, {self._free.count} free"
-        taken: list[int] = []
-        for block in self._free.pop_left(count):
-            if block.block_hash is not None:
+    def allocate(self, count: int, after: int = NULL_BLOCK) -> list[int]:
+        """Take `count` blocks, each with one reference. The caller has looked at `num_free`. `after`: the last block of
+        the sequence that they are for, which is held."""
+        assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
+        taken = self._empty.take(min(count, self._empty.count), after)
+        if len(taken) < count:
+            evicted = self._cached.pop_left(count - len(taken))
+            for block in evicted:
+                assert block.block_hash is not None
                 del self._by_hash[block.block_hash]
                 block.block_hash = None
-                self._evicted += 1
-            block.ref_count = 1
-            taken.append(block.block_id)
+            self._evicted += len(evicted)
+            taken += sorted(block.block_id for block in evicted)
+        for block_id in taken:
+            self.blocks[block_id].ref_count = 1
         return taken
 
     def touch(self, block_ids: Sequence[int]) -> None:
@@ -158,8 +162,8 @@ class BlockPool:
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.ref_count == 0:
-                self._free.remove(block)
-                self._cached_in_use += block.block_hash is not None
+                self._cached.remove(block)
+                self._cached_in_use += 1
             elif block.ref_count == 1:
                 self._shared += 1
             block.ref_count += 1
@@ -178,10 +182,10 @@ class BlockPool:
                 self._shared -= 1
             elif block.ref_count == 0:
                 if block.block_hash is None:
-                    self._free.append_left(block)
+                    self._empty.add(block_id)
                 else:
                     self._cached_in_use -= 1
-                    self._free.append(block)
+                    self._cached.append(block)
 
     def cache(self, block_id: int, block_hash: bytes) -> bool:
         """Make a held, full and computed block findable by its hash. False where another block already is."""
@@ -208,6 +212,8 @@ class BlockPool:
     def forget_cached(self) -> int:
         """Drop every cached content; held blocks stay held. Returns how many hashes were forgotten."""
         forgotten = len(self._by_hash)
+        for block in self._cached.pop_left(self._cached.count):
+            self._empty.add(block.block_id)
         for block in self._by_hash.values():
             block.block_hash = None
         self._by_hash.clear()
@@ -253,9 +259,13 @@ class BlockPool:
             )
             if block.block_hash is not None:
                 assert self._by_hash.get(block.block_hash) is block, f"block {block.block_id} is not findable"
-        free = {block.block_id for block in self._free}
-        assert len(free) == self._free.count, "the free list holds a block twice or miscounts"
-        assert free == {b.block_id for b in self.blocks[1:] if b.ref_count == 0}, "free list and counts disagree"
+        self._empty.check()
+        cached = {block.block_id for block in self._cached}
+        assert len(cached) == self._cached.count, "the LRU list holds a block twice or miscounts"
+        known = {b.block_id for b in self.blocks if b.ref_count == 0 and b.block_hash is not None}
+        assert cached == known, "the LRU list and the counts disagree"
+        free = cached | {block_id for first, length in self._empty.runs() for block_id in range(first, first + length)}
+        assert free == {b.block_id for b in self.blocks[1:] if b.ref_count == 0}, "free blocks and counts disagree"
         assert len(free) + sum(b.ref_count > 0 for b in self.blocks) == self.num_usable, "blocks were lost"
         hashed = [block for block in self.blocks if block.block_hash is not None]
         assert len(hashed) == len(self._by_hash), "the hash map holds a stale block"

@@ -180,12 +180,12 @@ class KVCacheManager:
         promised = min(need, request.promised_blocks)
         if need - promised > self.num_available:
             return False
-        taken = self.pool.allocate(need)
+        taken = self.pool.allocate(need, table[-1] if table else NULL_BLOCK)
         if promised:
             self._promise(request, request.promised_blocks - promised)
         request.may_copy = False
         if copies:
-            target = taken.pop()
+            target = taken.pop(0)
             moves.append(BlockMove("copy", table[last], target))
             self.pool.free([table[last]])
             table[last] = target
@@ -203,7 +203,7 @@ class KVCacheManager:
         of these. Returns how many tokens it covers; `trim` takes back what turns out not to be needed."""
         table = request.block_table.block_ids
         wanted = self.blocks_for(num_tokens) - len(table)
-        taken = self.pool.allocate(max(0, min(wanted, self.num_available - blocks_kept)))
+        taken = self.pool.allocate(max(0, min(wanted, self.num_available - blocks_kept)), table[-1])
         table.extend(taken)
         self._used_slots_missing += len(taken) * self.block_size
         return min(num_tokens, len(table) * self.block_size)

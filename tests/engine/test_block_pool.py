@@ -50,7 +50,7 @@ def test_blocks_without_content_go_first_then_the_oldest_sequence_tail_first() -
     pool.free(old)
     pool.free(young)
     pool.free(empty)
-    assert pool.allocate(5) == [*empty, old[1], old[0], young[1], young[0]]
+    assert [pool.allocate(1)[0] for _ in range(5)] == [*empty, old[1], old[0], young[1], young[0]]
     assert pool.statistics().evicted == 4
 
 
@@ -87,17 +87,78 @@ def test_check_sees_a_leak_and_a_double_hold_and_passes_over_null_blocks() -> No
             pool.check(wrong)
 
 
-def test_ten_thousand_random_operations() -> None:
-    rng = random.Random(5)
+def test_a_sequence_gets_the_blocks_behind_its_last_and_leaves_others_room() -> None:
+    pool = BlockPool(100)
+    first, second = pool.allocate(3), pool.allocate(3)
+    assert first == [1, 2, 3]
+    assert second == [12, 13, 14], "eight blocks are left for the first to grow"
+    for _ in range(8):
+        first += pool.allocate(1, first[-1])
+    assert first == list(range(1, 12))
+    assert pool.allocate(2, second[-1]) == [15, 16]
+    pool.check([first, second, [15, 16]])
+
+
+def test_a_cached_block_is_no_neighbour_to_have_before_its_time() -> None:
+    pool = BlockPool(8)
+    first, old, young = pool.allocate(1), pool.allocate(1, 1), pool.allocate(5)
+    assert (first, old) == ([1], [2])
+    for block in (old[0], young[0]):
+        pool.cache(block, bytes([block]))
+    pool.free(young[:1])
+    pool.free(old)
+    assert pool.allocate(1, first[-1]) == young[:1], "the older prefix goes, though block 2 lies right behind"
+    assert pool.lookup(bytes([2])) == 2
+
+
+def test_forgotten_blocks_are_empty_ones() -> None:
+    pool = BlockPool(9)
+    table = pool.allocate(8)
+    for block in table[:5]:
+        pool.cache(block, bytes([block]))
+    pool.free(table)
+    assert pool.forget_cached() == 5
+    pool.check([])
+    assert pool.allocate(8) == table
+    assert pool.statistics().evicted == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ten_thousand_random_operations(seed: int) -> None:
+    """The twin keeps lists: blocks without content, and names of cached blocks by when they were let go."""
+    rng = random.Random(seed)
     pool = BlockPool(40)
     tables: list[list[int]] = []
+    empty, aged = set(range(1, 40)), list[int]()  # the twin's
     names = 0
-    for _ in range(10_000):
+
+    def held(block: int) -> int:
+        return sum(table.count(block) for table in tables)
+
+    for _ in range(2_500):
         action = rng.randrange(5)
         if action == 0 and pool.num_free:
-            tables.append(pool.allocate(rng.randint(1, min(6, pool.num_free))))
+            count = rng.randint(1, min(6, pool.num_free))
+            after = rng.choice(tables)[-1] if tables and rng.random() < 0.5 else 0
+            hashes = [pool.blocks[block].block_hash for block in aged[: max(0, count - len(empty))]]
+            taken = pool.allocate(count, after)
+            assert not any(held(block) for block in taken)
+            assert after + 1 not in empty or not after or taken[0] == after + 1
+            evicted = aged[: max(0, count - len(empty))]
+            assert set(taken) - empty == set(evicted), "prefixes leave by age, and only for want of empty blocks"
+            assert all(name is not None and pool.lookup(name) is None for name in hashes)
+            del aged[: len(evicted)]
+            empty -= set(taken)
+            tables.append(taken)
         elif action == 1 and tables:
-            pool.free(tables.pop(rng.randrange(len(tables))))
+            table = tables.pop(rng.randrange(len(tables)))
+            pool.free(table)
+            for block in reversed(table):
+                if not held(block):
+                    if pool.blocks[block].block_hash is None:
+                        empty.add(block)
+                    else:
+                        aged.append(block)
         elif action == 2 and tables:
             shared = list(rng.choice(tables))
             pool.touch(shared)
@@ -110,7 +171,9 @@ def test_ten_thousand_random_operations() -> None:
             if block is not None:
                 pool.touch([block])
                 tables.append([block])
+                aged = [other for other in aged if other != block]
         pool.check(tables)
+        assert pool.num_free == len(empty) + len(aged)
     for table in tables:
         pool.free(table)
     pool.check([])
