@@ -61,6 +61,7 @@ from pagemill.kernels.cpu.plan import (
 )
 from pagemill.kernels.cpu.simd import next_item
 from pagemill.kernels.cpu.team import run
+from pagemill.kernels.cpu.tiny_numbers import count_as_before, count_as_zero
 from pagemill.kernels.cpu.views import vector
 
 _STREAMED_AT_ONCE = 36
@@ -256,6 +257,7 @@ def _attend_items(
     space = np.empty(size, np.float32)
     start = (space.ctypes.data + 63) // 64 * 64
     k_place, v_place = np.empty(SEGMENT // LANES, np.int64), np.empty(SEGMENT // LANES, np.int64)
+    before = count_as_zero()
     while True:
         index = next_item(counter)
         if index >= items.shape[0]:
@@ -286,6 +288,7 @@ def _attend_items(
         )
     if tiles:
         end_tiles()
+    count_as_before(before)
     space[0] = _ZERO  # a use after the last: addresses are none that numba sees
 
 

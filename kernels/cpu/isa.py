@@ -29,8 +29,14 @@ MULTIPLIES_PAIRS = WIDE_REGISTERS and _has("avx512bf16") and llvmlite.binding.ll
 MULTIPLIES_TILES = MULTIPLIES_PAIRS and _has("amx-tile") and _has("amx-bf16")
 """Whether one instruction multiplies tiles of bfloat16 (AMX). Whether a process may use it: `amx.allowed`."""
 
+SLOW_WHEN_TINY = _has("avx")
+"""Whether numbers below 2^-126 cost a hundred times as much, and a register says whether they count as zero (x86)."""
+
+_COUNT_AS_ZERO = 0x8040  # of MXCSR: results that are so small (FTZ), and operands (DAZ)
+
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
+_BYTES = ir.IntType(8).as_pointer()
 _VF32 = ir.VectorType(_F32, LANES)
 _VI32 = ir.VectorType(_I32, LANES)
 
@@ -51,6 +57,31 @@ def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     """Call an LLVM intrinsic by name."""
     signature = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def mode(builder: Any) -> Any:
+    """How this thread calculates, an i32 for `set_mode`."""
+    place = cgutils.alloca_once_value(builder, ir.Constant(_I32, 0))
+    if SLOW_WHEN_TINY:
+        _mode_call(builder, "stmxcsr", place)
+    return builder.load(place)
+
+
+def set_mode(builder: Any, value: Any) -> None:
+    """How this thread calculates from here on."""
+    if SLOW_WHEN_TINY:
+        _mode_call(builder, "ldmxcsr", cgutils.alloca_once_value(builder, value))
+
+
+def with_tiny_as_zero(builder: Any, value: Any) -> Any:
+    """The mode in which numbers below 2^-126 count as zero, and everything else is as before."""
+    return builder.or_(value, ir.Constant(_I32, _COUNT_AS_ZERO))
+
+
+def _mode_call(builder: Any, name: str, place: Any) -> None:
+    signature = ir.FunctionType(ir.VoidType(), [_BYTES])
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.x86.sse.{name}")
+    builder.call(function, [builder.bitcast(place, _BYTES)])
 
 
 def dot_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:

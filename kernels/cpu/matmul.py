@@ -34,6 +34,7 @@ from pagemill.kernels.cpu.isa import LANES, MULTIPLIES_PAIRS, WIDE_REGISTERS, ca
 from pagemill.kernels.cpu.jit import exact_helper, helper, kernel
 from pagemill.kernels.cpu.simd import exp32, narrow, next_item, pair_halves, splat
 from pagemill.kernels.cpu.team import address_of, run_at
+from pagemill.kernels.cpu.tiny_numbers import count_as_before, count_as_zero
 from pagemill.kernels.cpu.views import vector
 
 PANEL = 3 * LANES
@@ -308,6 +309,7 @@ def make_worker(packed: bool, most_rows: int, columns: Any, prepare: Any = _as_b
         sums = np.empty((2, most_rows, PANEL), np.float32)
         scratch = sums.ctypes.data
         ready = 0
+        before = count_as_zero()
         while True:
             item = next_item(counter)
             if item >= groups * blocks:
@@ -354,6 +356,7 @@ def make_worker(packed: bool, most_rows: int, columns: Any, prepare: Any = _as_b
                     else:
                         write(count, sums[0], scratch, out, start, out_stride, column, width)
         finish()
+        count_as_before(before)
 
     return worker
 
