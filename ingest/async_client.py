@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -20,6 +21,7 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.end_waiter import EndWaiter
 from pagemill.ingest.event_hub import EventHub
 from pagemill.ingest.events import Transcript
+from pagemill.ingest.gathering import Gatherer
 from pagemill.ingest.keys import QueueKeys, is_request_id
 from pagemill.ingest.model_map import queue_of, read_models
 from pagemill.ingest.overview import Overview, read_overview
@@ -152,6 +154,7 @@ class AsyncClient:
         self._patience_s = patience_s
         name = f"pagemill-client-{os.getpid()}"
         self._redis = connect_commands(self.config.redis_url, name)
+        self._calls = Gatherer(partial(scripts.run, self._redis), lambda call: call.size)
         self._hub = EventHub(self._redis, self.keys, watchdog_s=watchdog_s, keeping=scripts.Keeping.of(self.config))
 
     async def submit(
@@ -319,7 +322,7 @@ class AsyncClient:
         await self.aclose()
 
     async def _call(self, call: scripts.Call) -> Any:
-        return await self._asked(scripts.run_one(self._redis, call))
+        return await self._asked(self._calls.ask(call))
 
     async def _asked(self, reply: Awaitable[Reply]) -> Reply:
         try:

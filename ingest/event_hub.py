@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -13,6 +14,7 @@ from pagemill.ingest import scripts
 from pagemill.ingest.end_waiter import EndWaiter
 from pagemill.ingest.feed import Feed
 from pagemill.ingest.follower import Follower
+from pagemill.ingest.gathering import Gatherer
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.listener import listener_opener
 from pagemill.ingest.redis import Backoff, Client, is_unavailable
@@ -42,6 +44,7 @@ class EventHub:
         self.watchdog_s = watchdog_s
         self._commands = commands
         self._open_listener = listener_opener(commands)
+        self._looks = Gatherer[tuple[str | int, ...]](self._send, size=lambda words: 0)
         self._feeds: dict[str, Feed] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -77,18 +80,27 @@ class EventHub:
         except (RedisError, OSError):
             return 0
 
-    async def command(self, *words: str | int) -> Any:
-        """A reading command, repeated while Redis is unavailable."""
+    async def command(self, *words: str | int, alone: bool = False) -> Any:
+        """A reading command, repeated while Redis is unavailable. `alone`: its reply may be long, nobody waits for it
+        with his own."""
         backoff = Backoff()
         while True:
             try:
-                return await self._commands.execute_command(*words)
+                if alone:
+                    return await self._commands.execute_command(*words)
+                return await self._looks.ask(words)
             except (RedisError, OSError) as error:
                 if str(error).startswith("WRONGTYPE"):
                     raise RequestError("request_lost", "a key of the request holds something else") from error
                 if not is_unavailable(error):
                     raise
             await backoff.sleep()
+
+    async def _send(self, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
+        pipeline = self._commands.pipeline(transaction=False)
+        for words in commands:
+            pipeline.execute_command(*words)
+        return await self._commands.run_pipeline(pipeline)
 
     async def aclose(self) -> None:
         tasks, self._tasks = self._tasks, []

@@ -176,7 +176,9 @@ class Subscription(Follower):
 
     async def _stored(self) -> AsyncGenerator[Event, None]:
         while True:
-            page: Any = await self._hub.command("XRANGE", self._stream, f"({self._last}-0", "+", "COUNT", PAGE)
+            page: Any = await self._hub.command(
+                "XRANGE", self._stream, f"({self._last}-0", "+", "COUNT", PAGE, alone=True
+            )
             for entry_id, fields in page:
                 if int(entry_id.partition(b"-")[0]) != self._last + 1:
                     raise RequestError("request_lost", f"events after number {self._last} of the request are missing")
