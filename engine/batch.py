@@ -55,7 +55,8 @@ class StepBatch:
     wanted, first the R whose logits are sampled from, then those of `prompts`. sampled: whose rows the R are; None
     where each is another sequence's, from which one token is drawn and nothing else wanted. edits: what is done to them
     first. draw_rows int64 [D]: which of the R rows each draw is from, several times the same one where several choices
-    begin; sampling: how they are made. prompts: log-probabilities of prompt tokens, of other rows.
+    begin; sampling: how they are made. prompts: log-probabilities of prompt tokens, of other rows. only_draws: whether
+    all that is wanted of the logits is one draw from each row, as it is.
 
     Valid until the next batch is built: arrays are used again.
     """
@@ -69,6 +70,7 @@ class StepBatch:
     draw_rows: IntArray
     sampling: SampleBatch
     prompts: list[PromptRows]
+    only_draws: bool
 
 
 class BatchBuilder:
@@ -127,6 +129,7 @@ class BatchBuilder:
                 draw_rows=np.arange(len(owners)),
                 sampling=_sampling(self._rows, owners, outputs[owners]),
                 prompts=[],
+                only_draws=True,
             )
         first_tokens = query_start.tolist()
         sampled, wanted = _sampled_rows(scheduled, first_tokens[1:])
@@ -150,6 +153,7 @@ class BatchBuilder:
             draw_rows=draw_rows,
             sampling=sampling,
             prompts=prompts,
+            only_draws=not self._rows.marked and np.array_equal(draw_rows, np.arange(num_rows)),
         )
 
     def _draws(
@@ -205,6 +209,7 @@ class _Decodes:
                 host.positions,
             )
         ]
+        self._batch = self._of(self._tensors)
 
     def fill(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
         host, size = self._host, self._block_size
@@ -217,20 +222,24 @@ class _Decodes:
         host.slot_mapping[:] = [
             item.block_ids[start // size] * size + start % size for item, start in zip(scheduled, starts, strict=True)
         ]
-        tensors = self._tensors
         if self._device != "cpu":
-            tensors = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            return self._of([tensor.to(self._device, non_blocking=True) for tensor in self._tensors])
+        self._batch.meta.renew()
+        return self._batch
+
+    def _of(self, tensors: list[torch.Tensor]) -> StepBatch:
         token_ids, wanted, query_start, seq_lens, block_tables, slot_mapping, positions = tensors
         return StepBatch(
             token_ids=token_ids,
-            meta=AttentionMetadata(query_start, seq_lens, block_tables, slot_mapping, positions, host),
+            meta=AttentionMetadata(query_start, seq_lens, block_tables, slot_mapping, positions, self._host),
             wanted=wanted,
-            num_rows=len(scheduled),
+            num_rows=len(self._requests),
             sampled=None,
             edits=None,
             draw_rows=self._places,
             sampling=self._sampling,
             prompts=[],
+            only_draws=True,
         )
 
 

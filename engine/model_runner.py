@@ -26,7 +26,7 @@ from pagemill.engine.models.base import Loading
 from pagemill.engine.models.spec import ModelSpec
 from pagemill.engine.quantization import BYTES_PER_ELEMENT, settle
 from pagemill.engine.request import Request
-from pagemill.engine.sampler import position_logprobs, sample_step
+from pagemill.engine.sampler import position_logprobs, sample_step, share_draws
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence, SchedulerOutput, StepResult
 from pagemill.engine.torch_import import complete
@@ -38,6 +38,7 @@ _log = structlog.get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WARM_UP = "warming up"
+_WARM_UP_PARAMS = SamplingParams(temperature=1.0, top_p=0.9)
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 _PROMPT_ROWS = 32  # rows of logits that are held at a time for a prompt's log-probabilities
 
@@ -150,6 +151,10 @@ class ModelRunner:
         if not scheduled:
             return StepResult()
         batch = self._batches.build(scheduled)
+        compiled = self._model.compiled
+        if batch.only_draws and batch.num_rows and compiled is not None:
+            drawn = compiled.draw(batch.token_ids, batch.meta, pool.layers, batch.wanted, batch.sampling)
+            return StepResult(share_draws(batch.sampled, drawn))
         hidden = self._model.forward(batch.token_ids, batch.meta, pool.layers, batch.wanted)
         result = StepResult()
         sampled = batch.num_rows
@@ -235,7 +240,8 @@ class ModelRunner:
         """What only some requests ask for: compiled on their first step, it would hold up everybody's."""
         logits = torch.zeros((1, self.spec.vocab_size), device=self.device)
         self._ops.edit_logits(logits, LogitEdits.one_of_each(self.spec.vocab_size))
-        self._ops.logprobs(logits, torch.zeros(1, dtype=torch.int64, device=self.device), 1)
+        told = SamplingParams(temperature=1.0, logprobs=1)
+        self._compute(*self._step_of(tokens=2, rows=1, layers=self.spec.typical_layers, params=told))
 
     def _host_blocks(self) -> int:
         """Blocks of the host pool. On the CPU the pool lies in host memory already: swapping is for those who ask."""
@@ -259,11 +265,12 @@ class ModelRunner:
         self._pool.move_blocks(moves)
         return (time.perf_counter() - before) / count
 
-    def _step_of(self, *, tokens: int, rows: int, layers: int | None = None) -> tuple[list[ScheduledSequence], KVPool]:
+    def _step_of(
+        self, *, tokens: int, rows: int, layers: int | None = None, params: SamplingParams = _WARM_UP_PARAMS
+    ) -> tuple[list[ScheduledSequence], KVPool]:
         """A step of so many tokens and sampled rows, and a pool of its own to run it on, of all layers or of the first,
         committed already."""
         rows = min(rows, tokens)
-        params = SamplingParams(temperature=1.0, top_p=0.9)
         scheduled: list[ScheduledSequence] = []
         blocks = 0
         for left in range(rows, 0, -1):

@@ -29,6 +29,7 @@ OUTPUT = "output processing"
 BATCH = "batch building, runner"
 MODEL = "model, outside of operations"
 LAYERS = "layers in one call"
+WHOLE = "model and draws in one call"
 
 
 @dataclass(slots=True)
@@ -82,11 +83,12 @@ class Profiler:
             stack.enter_context(self._around(core.scheduler, "commit", _named(SCHEDULING)))
             stack.enter_context(self._around(runner, "execute", _named(BATCH)))
             stack.enter_context(self._around(model, "forward", _named(MODEL)))
-            compiled = getattr(model, "_compiled", None)
+            compiled = model.compiled
             if compiled is not None and by_operation:
-                stack.enter_context(replaced(model, "_compiled", None))
+                stack.enter_context(replaced(model, "compiled", None))
             elif compiled is not None:
                 stack.enter_context(self._around(compiled, "forward", _layers(model._stack)))
+                stack.enter_context(self._around(compiled, "draw", _whole(model._stack)))
             for name, work in _OPERATIONS.items():
                 if hasattr(runner.ops, name):
                     stack.enter_context(self._around(runner.ops, name, work))
@@ -174,6 +176,17 @@ def _layers(stack: Any) -> Work:
         heads = stack.layers[0].output.in_features // kv[0].head_dim
         size, flops = attention_work(meta, heads, kv[0].num_kv_heads, kv[0].head_dim, kv[0].k.itemsize)
         return LAYERS, held + len(kv) * size, len(x) * products + len(kv) * flops
+
+    return work
+
+
+def _whole(stack: Any) -> Work:
+    """The layers, and the head for the rows that are drawn from."""
+    layers, head = _layers(stack), stack.head
+
+    def work(args: tuple[Any, ...], result: Any) -> tuple[str, int, int]:
+        _, size, flops = layers(args, result)
+        return WHOLE, size + _held(head), flops + 2 * len(result) * head.in_features * head.out_features
 
     return work
 

@@ -21,7 +21,7 @@ from pagemill.kernels.ops import Ops
 def sample_step(logits: torch.Tensor, batch: StepBatch, ops: Ops) -> list[Sampled]:
     """Sample every sequence of a step from its rows of logits float32 [R, V], which are changed."""
     if batch.sampled is None:
-        return [Sampled([token_id]) for token_id in ops.sample(logits, batch.sampling).tolist()]
+        return share_draws(None, ops.sample(logits, batch.sampling).tolist())
     told = _told_draws(batch.sampled)
     raw = _rows(logits, batch.draw_rows[[draw for draw, _ in told]]) if told else None
     searched = [each for each in batch.sampled if each.item.top]
@@ -43,6 +43,13 @@ def sample_step(logits: torch.Tensor, batch: StepBatch, ops: Ops) -> list[Sample
             if each.first_draw in by_draw and each.num_draws:
                 result.logprobs = [by_draw[each.first_draw + place] for place in range(len(result.tokens))]
     return results
+
+
+def share_draws(sampled: Sequence[SampledRows] | None, drawn: Sequence[int]) -> list[Sampled]:
+    """What each sequence gets of the draws of a step that only draws; `sampled` as in `StepBatch`."""
+    if sampled is None:
+        return [Sampled([token_id]) for token_id in drawn]
+    return [_drawn(each, drawn) for each in sampled]
 
 
 def position_logprobs(

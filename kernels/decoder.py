@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from pagemill.kernels.ops import SampleBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,13 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderStack:
-    """Layers, what they share, and the norm behind them. cos_sin float32 [positions, D], see `Ops.rotary_embedding`."""
+    """Layers, what they share, and what is before and behind them: the prepared tables of embeddings and of the head,
+    often the same one, and a norm. cos_sin float32 [positions, D], see `Ops.rotary_embedding`."""
 
+    embedding: Any
     layers: Sequence[DecoderLayer]
     final_norm: torch.Tensor
+    head: Any
     cos_sin: torch.Tensor
     eps: float
     scale: float
@@ -57,4 +63,15 @@ class CompiledDecoder(Protocol):
         Keys and values are written to the pool, one entry of `kv` for each layer. With fewer entries only the first
         layers run, and what comes out is of use to nobody.
         """
+        ...
+
+    def draw(
+        self,
+        token_ids: torch.Tensor,
+        meta: AttentionMetadata,
+        kv: Sequence[LayerKV],
+        rows: torch.Tensor,
+        sampling: SampleBatch,
+    ) -> list[int]:
+        """The same from tokens int64 [T] to one drawn for each of the R rows, as `Ops.sample` draws it."""
         ...

@@ -96,6 +96,10 @@ class AttentionMetadata:
     def num_sequences(self) -> int:
         return int(self.host.seq_lens.shape[0])
 
+    def renew(self) -> None:
+        """Forget what was made of the arrays, which have been filled anew."""
+        self._plans.clear()
+
     def plan(self, name: str, make: Callable[[HostMetadata], T]) -> T:
         """A back end's work list for this step, made at its first layer and kept for the others."""
         if name not in self._plans:

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     """Run a workload as it is served and, where that is one call for all layers, again operation by operation."""
     from pagemill.adapters.cli.bench import read_workload
     from pagemill.engine.llm import LLM
-    from pagemill.engine.profiler import LAYERS, Profiler
+    from pagemill.engine.profiler import LAYERS, WHOLE, Profiler
 
     rows = read_workload(Path(args.workload))
     config = settings.engine(device="cpu")
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     threads = config.threads or _threads()
     tables = []
     for by_operation in (False, True):
-        if by_operation and LAYERS not in profiler.parts:
+        if by_operation and not profiler.parts.keys() & {LAYERS, WHOLE}:
             break  # they were computed so already
         with profiler.attached(by_operation=by_operation):  # what only this way of running needs is compiled now
             _generate(llm, [(rows[0][0], 2)], args.temperature)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,15 +13,25 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.models.spec import ModelSpec
 from pagemill.engine.quantization import Scheme
 from pagemill.engine.weights import Checkpoint
+from pagemill.kernels.decoder import CompiledDecoder
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 from pagemill.kernels.ops import Ops, PreparedLinear
 from pagemill.kernels.quantised_weight import QuantisedWeight, can_quantise, quantise
 
-Embedding = Callable[[torch.Tensor], torch.Tensor]
-"""Token ids int64 [T] -> [T, hidden_size]."""
-
 _HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Token ids int64 [T] -> [T, hidden_size] of `dtype`, from a prepared table."""
+
+    table: Any
+    ops: Ops
+    dtype: torch.dtype
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.ops.embedding(token_ids, self.table).to(self.dtype)
 
 
 class Model(Protocol):
@@ -29,6 +39,11 @@ class Model(Protocol):
 
     @property
     def spec(self) -> ModelSpec: ...
+
+    @property
+    def compiled(self) -> CompiledDecoder | None:
+        """The whole of it as a single call, where the back end has that for such a model."""
+        ...
 
     def forward(
         self, token_ids: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
@@ -170,8 +185,7 @@ class Loading:
             separate = not torch.equal(one, other)
         table = self._table(name, vocab_size, width)
         head = self._table(_HEAD, vocab_size, width) if separate else table
-        ops, dtype = self.ops, self.dtype  # and not `self`, which holds the checkpoint
-        return lambda token_ids: ops.embedding(token_ids, table).to(dtype), head
+        return Embedding(table, self.ops, self.dtype), head
 
     def _table(self, name: str, vocab_size: int, width: int) -> PreparedLinear:
         """An embedding or a head. Rounded ones have 8 bits: every token's logits are only as good as they are."""

@@ -34,6 +34,8 @@ _log = structlog.get_logger(__name__)
 class GenericModel:
     """A causal language model of transformers. Raises `ConfigError`, with the reason, where it cannot be served."""
 
+    compiled = None
+
     def __init__(self, folder: ModelFolder, loading: Loading, max_model_len: int | None = None) -> None:
         complete()  # models are traced on the meta device
         config = read_config(folder)

@@ -34,6 +34,8 @@ class GPT2Model:
     """`GPT2LMHeadModel`. Raises `ConfigError` on a configuration that is not plausible, `UnfollowedError` on one that
     it does not compute."""
 
+    compiled = None
+
     def __init__(self, folder: ModelFolder, loading: Loading, max_model_len: int | None = None) -> None:
         config = ConfigReader(folder)
         hidden, heads = config.size("n_embd", 768), config.size("n_head", 12)

@@ -16,7 +16,7 @@ from pagemill.engine.models.base import Loading
 from pagemill.engine.models.llama_shape import read_shape
 from pagemill.engine.models.rope import cos_sin_table, inverse_frequencies
 from pagemill.engine.models.spec import ConfigReader
-from pagemill.kernels.decoder import DecoderLayer, DecoderStack
+from pagemill.kernels.decoder import CompiledDecoder, DecoderLayer, DecoderStack
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
 
@@ -66,8 +66,10 @@ class LlamaModel:
                 )
             )
         self._stack = DecoderStack(
+            self._embedding.table,
             layers,
             final_norm=loading.vector("norm.weight", hidden),
+            head=self._head,
             cos_sin=cos_sin_table(frequencies, spec.max_model_len, loading.device),
             eps=shape.eps,
             scale=spec.head_dim**-0.5,
@@ -75,7 +77,7 @@ class LlamaModel:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
         )
-        self._compiled = loading.ops.compile_decoder(self._stack, loading.dtype)
+        self.compiled: CompiledDecoder | None = loading.ops.compile_decoder(self._stack, loading.dtype)
         checkpoint.ignore(_DERIVED)
         checkpoint.finish()
 
@@ -83,8 +85,8 @@ class LlamaModel:
         self, token_ids: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
     ) -> torch.Tensor:
         x = self._embedding(token_ids)
-        if self._compiled is not None:
-            return self._compiled.forward(x, meta, kv, rows)
+        if self.compiled is not None:
+            return self.compiled.forward(x, meta, kv, rows)
         return self._by_operation(x, meta, kv, rows)
 
     def _by_operation(

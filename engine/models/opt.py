@@ -25,6 +25,8 @@ _POSITION_OFFSET = 2  # the first rows of the position table belong to padding
 class OPTModel:
     """`OPTForCausalLM`. Raises `ConfigError` on a configuration that it cannot follow."""
 
+    compiled = None
+
     def __init__(self, folder: ModelFolder, loading: Loading, max_model_len: int | None = None) -> None:
         config = ConfigReader(folder)
         hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")

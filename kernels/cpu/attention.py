@@ -55,10 +55,10 @@ from pagemill.kernels.cpu.plan import (
     ROW_PENDING,
     ROW_PIECES,
     ROW_POSITION,
-    SEGMENT,
     SHARED_ROWS,
     STREAMED_ROWS,
 )
+from pagemill.kernels.cpu.plan_sharing import SEGMENT
 from pagemill.kernels.cpu.simd import next_item
 from pagemill.kernels.cpu.team import run
 from pagemill.kernels.cpu.tiny_numbers import count_as_before, count_as_zero

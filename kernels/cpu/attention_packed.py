@@ -30,7 +30,8 @@ from pagemill.kernels.cpu.attention_tiles import (
 )
 from pagemill.kernels.cpu.isa import LANES
 from pagemill.kernels.cpu.jit import exact_helper
-from pagemill.kernels.cpu.plan import ITEM_FIRST, ITEM_TOKENS, ROW_POSITION, SEGMENT
+from pagemill.kernels.cpu.plan import ITEM_FIRST, ITEM_TOKENS, ROW_POSITION
+from pagemill.kernels.cpu.plan_sharing import SEGMENT
 from pagemill.kernels.cpu.views import vector
 
 _ROWS_AT_ONCE = 24

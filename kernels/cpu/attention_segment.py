@@ -28,8 +28,8 @@ from pagemill.kernels.cpu.plan import (
     ROW_SEGMENT,
     ROW_SEGMENTS,
     ROW_SLOT,
-    SEGMENT,
 )
+from pagemill.kernels.cpu.plan_sharing import SEGMENT
 from pagemill.kernels.cpu.views import vector
 
 VECTOR_BYTES = 4 * LANES

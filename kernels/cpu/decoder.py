@@ -1,361 +1,371 @@
-"""All layers of a step in one compiled call: what each operation costs to call from Python is then paid once.
+"""A step in one compiled call: what each operation costs to call from Python is then paid once.
 
-At batch 1 a layer's operations take some 150 us, and calling them from Python a third of that again. Here the same
-kernels are called one after the other by compiled code, on the same team, so that the results have the same bits. The
-caller has let go of the interpreter's lock meanwhile.
+At batch 1 a layer's operations take some 150 us, and calling them from Python a third of that again. And each time that
+Python runs between two kernels it has to come back into the caches, which the first one has just filled with weights:
+what takes 0.15 ms takes 2 with 256 MiB read before it. So the same kernels are called one after the other by compiled
+code, on the same team, with the same bits as operation by operation; the caller has let go of the interpreter's lock
+meanwhile.
 
-What the layers are is a table of addresses, a row a layer; linear layers are tasks (see `matmul`), so any kind of
-weight that has a worker will do.
+* `forward`: all layers, from embedded tokens to hidden states. For steps that want more of the logits than a draw.
+* `draw`: embedding, layers, head and sampler, from token ids to token ids. Most steps are of this kind.
+
+A step is an array of words (`step_words`). Those of the stack are written once, those of the pool, the batch and its
+draws where these are others than in the last step.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.kernels.cpu import attention_amx, elementwise
+from pagemill.kernels.cpu import attention_amx, sampler
+from pagemill.kernels.cpu import decoder_layers as table
+from pagemill.kernels.cpu import step_words as words
 from pagemill.kernels.cpu.arena import huge_pages
-from pagemill.kernels.cpu.attention import attention
+from pagemill.kernels.cpu.attention import part_floats
+from pagemill.kernels.cpu.decoder_layers import begin_layers, multiply, run_layers, team_for
+from pagemill.kernels.cpu.gather import GATHER_PARTS, ids_fit, unknown_ids
 from pagemill.kernels.cpu.jit import helper, kernel
-from pagemill.kernels.cpu.matmul import (
-    GATED,
-    PLAIN,
-    TASK_COUNTER,
-    TASK_OUT,
-    TASK_OUT_STRIDE,
-    TASK_RECORD,
-    TASK_RESULT,
-    TASK_ROWS,
-    TASK_WORDS,
-    TASK_X,
-    TASK_X_STRIDE,
-)
-from pagemill.kernels.cpu.plan import AttentionPlan
+from pagemill.kernels.cpu.matmul import FLOAT32, TASK_WORDS
+from pagemill.kernels.cpu.plan import make_plan
+from pagemill.kernels.cpu.reuse import ReusedMemory
 from pagemill.kernels.cpu.team import Team, run_at
+from pagemill.kernels.cpu.views import matrix, vector
 from pagemill.kernels.decoder import DecoderLayer, DecoderStack
 from pagemill.kernels.layout import LayerKV
 from pagemill.kernels.metadata import AttentionMetadata
-
-PARALLEL_ELEMENTS = 16384
-"""Elements below which a second thread costs more to start than it saves."""
+from pagemill.kernels.ops import SampleBatch
 
 _LINE = 64  # bytes of a cache line
 _APART = 5 * _LINE  # rows of several buffers that are used together shall not compete for the same lines of a cache
 
-_INPUT_NORM, _POST_NORM, _NEXT_NORM, _QUERY_NORM, _KEY_NORM, _ROTATES = range(6)
-_QKV, _OUTPUT, _GATE_UP, _DOWN = range(6, 14, 2)  # the record of a linear, and its worker behind
-_GATED = 14
-_COLUMNS = 15
 
-(
-    _TOKENS,
-    _WANTED,
-    _HEADS,
-    _KV_HEADS,
-    _DIM,
-    _SIZE,
-    _HIDDEN,
-    _INNER,
-    _FIRST,
-    _END,
-    _LAST,
-    _NUM_BLOCKS,
-    _BLOCK_SIZE,
-    _BLOCK_BYTES,
-    _LONGEST,
-    _POSITIONS,
-    _SLOTS,
-    _ROWS,
-    _COS_SIN,
-    _RESULT,
-    _EMBEDDED,
-    _X,
-    _RESIDUAL,
-    _SPARE,
-    _QKV_ROWS,
-    _ATTENDED,
-    _PROJECTED,
-    _ACTIVATED,
-    _PICKED,
-    _PICKED_RESIDUAL,
-) = range(30)
+@helper
+def _run_all(board: int, at: Any, task: Any, like: Any) -> None:
+    """The layers of a step, with a work list for each run of those that see equally far."""
+    layers = matrix(at[words.LAYERS], at[words.NUM_LAYERS], table.COLUMNS, np.int64(0))
+    pool = matrix(at[words.POOL], at[words.DEPTH], 2, np.int64(0))
+    runs = matrix(at[words.RUNS], at[words.NUM_RUNS], words.RUN_WORDS, np.int64(0))
+    numbers = vector(at[words.NUMBERS], 2, np.float32(0.0))
+    sequences, depth, kv_heads = at[words.SEQUENCES], at[words.DEPTH], at[words.KV_HEADS]
+    query_start = vector(at[words.QUERY_START], sequences + 1, np.int32(0))
+    seq_lens = vector(at[words.SEQ_LENS], sequences, np.int32(0))
+    block_tables = matrix(at[words.TABLES], sequences, at[words.TABLE_WIDTH], np.int32(0))
+    begin_layers(board, layers, at, numbers[0], like)
+    for index in range(at[words.NUM_RUNS]):
+        run = runs[index]
+        begin, end = run[words.RUN_BEGIN], min(run[words.RUN_END], depth)
+        if begin >= end:
+            return
+        group = at[words.HEADS] // kv_heads
+        items, tokens, rows, parts = make_plan(
+            query_start,
+            seq_lens,
+            block_tables,
+            group,
+            kv_heads,
+            at[words.BLOCK_SIZE],
+            at[words.THREADS],
+            run[words.RUN_WINDOW],
+        )
+        work = seq_lens.sum() * kv_heads * at[words.DIM] if items.shape[0] > 1 else 0
+        run_layers(
+            board,
+            team_for(board, work),
+            begin,
+            end,
+            layers,
+            pool,
+            at,
+            numbers[0],
+            numbers[1],
+            run[words.RUN_WINDOW],
+            items,
+            tokens,
+            rows,
+            np.empty(parts * at[words.PART_FLOATS], np.float32),
+            block_tables,
+            task,
+            like,
+        )
 
 
 @helper
-def _team_for(board: int, elements: int) -> int:
-    return board if elements >= PARALLEL_ELEMENTS else 0
+def _embed(board: int, at: Any) -> bool:
+    """Look up the tokens' embeddings; returns False where an id is none of the vocabulary."""
+    tokens = at[words.TOKENS]
+    if not ids_fit(vector(at[words.IDS], tokens, np.int64(0)), at[words.VOCABULARY]):
+        return False
+    task = at[words.TABLE_RECORD :].ctypes.data
+    run_at(team_for(board, tokens * at[words.HIDDEN]), GATHER_PARTS, at[words.GATHERER], task)
+    return True
 
 
 @helper
-def _multiply(
-    board: int, task: Any, layer: Any, which: int, x: int, width: int, rows: int, out: int, features: int, result: int
-) -> None:
-    task[TASK_X], task[TASK_X_STRIDE], task[TASK_ROWS] = x, width, rows
-    task[TASK_OUT], task[TASK_OUT_STRIDE] = out, features
-    task[TASK_RECORD], task[TASK_RESULT], task[TASK_COUNTER] = layer[which], result, 0
-    run_at(board, 1, layer[which + 1], task.ctypes.data)
+def _draw(board: int, at: Any, task: Any) -> None:
+    """The head, and a token from each row of its logits."""
+    wanted, hidden, vocabulary = at[words.WANTED], at[words.HIDDEN], at[words.VOCABULARY]
+    logits = at[words.LOGITS]
+    multiply(
+        board,
+        task,
+        at[words.HEAD],
+        at[words.HEAD_WORKER],
+        at[words.RESULT],
+        hidden,
+        wanted,
+        logits,
+        vocabulary,
+        FLOAT32,
+    )
+    columns = vector(at[words.DRAWS], 7, np.int64(0))
+    sampler.sample(
+        team_for(board, wanted * vocabulary) if wanted > 1 else 0,
+        matrix(logits, wanted, vocabulary, np.float32(0.0)),
+        vector(columns[0], wanted, np.float32(0.0)),
+        vector(columns[1], wanted, np.int32(0)),
+        vector(columns[2], wanted, np.float32(0.0)),
+        vector(columns[3], wanted, np.float32(0.0)),
+        vector(columns[4], wanted, np.uint64(0)),
+        vector(columns[5], wanted, np.int64(0)),
+        vector(columns[6], wanted, np.int32(0)),
+        vector(at[words.DRAWN], wanted, np.int64(0)),
+    )
 
 
 @kernel
-def run_layers(
-    board: int,
-    attention_board: int,
-    layers: Any,
-    pool: Any,
-    at: Any,
-    eps: Any,
-    scale: Any,
-    window: int,
-    tiles: int,
-    items: Any,
-    tokens_of: Any,
-    rows_of: Any,
-    parts: Any,
-    block_tables: Any,
-    like: Any,
-) -> None:
-    """Layers at[_FIRST] .. at[_END] of the table int64 [L, _COLUMNS], whose keys and values lie at pool int64 [L, 2].
-
-    The first layer finds its tokens at _EMBEDDED. A call leaves the normed and the plain sums at _X and _RESIDUAL for
-    the next one. The last layer (_LAST) computes only the rows wanted behind its attention, and writes the normed sums
-    to _RESULT.
-    """
-    tokens, hidden, inner = at[_TOKENS], at[_HIDDEN], at[_INNER]
-    heads, kv_heads, dim, size = at[_HEADS], at[_KV_HEADS], at[_DIM], at[_SIZE]
-    x, residual, spare, out = at[_X], at[_RESIDUAL], at[_SPARE], at[_PROJECTED]
+def run_step(board: int, step: int, like: Any) -> bool:
+    """From IDS, or 0 and EMBEDDED, to RESULT, and on to DRAWN unless LOGITS is 0. step: address of the words; like: an
+    element. Returns False, and does nothing, where an id is none of the vocabulary."""
+    at = vector(step, words.WORDS, np.int64(0))
+    if at[words.IDS] != 0 and not _embed(board, at):
+        return False
     task = np.zeros(TASK_WORDS, np.int64)
-    if at[_FIRST] == 0:
-        shared = _team_for(board, tokens * hidden)
-        elementwise.widen_all(shared, at[_EMBEDDED], residual, tokens * hidden, like)
-        elementwise.rms_norm(shared, at[_EMBEDDED], layers[0, _INPUT_NORM], eps, x, tokens, hidden, like)
-    for index in range(at[_FIRST], at[_END]):
-        layer = layers[index]
-        qkv, width = at[_QKV_ROWS], (heads + 2 * kv_heads) * dim
-        _multiply(board, task, layer, _QKV, x, hidden, tokens, qkv, width, PLAIN)
-        elementwise.place_qkv(
-            _team_for(board, tokens * width),
-            qkv,
-            tokens,
-            heads,
-            kv_heads,
-            dim,
-            layer[_QUERY_NORM],
-            layer[_KEY_NORM],
-            eps,
-            layer[_ROTATES] != 0,
-            at[_POSITIONS],
-            at[_COS_SIN],
-            at[_LONGEST],
-            pool[index, 0],
-            pool[index, 1],
-            at[_BLOCK_BYTES],
-            at[_BLOCK_SIZE],
-            at[_NUM_BLOCKS],
-            at[_SLOTS],
-            like,
-        )
-        last = index == at[_LAST]
-        if last and at[_WANTED] == 0:
-            return
-        attended = at[_ATTENDED]
-        attention(
-            attention_board,
-            items,
-            tokens_of,
-            rows_of,
-            parts,
-            block_tables,
-            qkv,
-            width * size,
-            pool[index, 0],
-            pool[index, 1],
-            at[_BLOCK_BYTES],
-            at[_BLOCK_SIZE],
-            kv_heads,
-            dim,
-            heads // kv_heads,
-            scale,
-            window,
-            tiles,
-            attended,
-            like,
-        )
-        rows, result = tokens, x
-        if last:
-            # Nothing attends to what the last layer makes of the other tokens.
-            rows, result = at[_WANTED], at[_RESULT]
-            wanted = at[_ROWS]
-            shared = _team_for(board, rows * heads * dim)
-            elementwise.pick_rows(shared, attended, tokens, heads * dim, wanted, rows, at[_PICKED], like)
-            elementwise.pick_rows(shared, residual, tokens, hidden, wanted, rows, at[_PICKED_RESIDUAL], np.float32(0))
-            attended, residual = at[_PICKED], at[_PICKED_RESIDUAL]
-        # The sums go from one buffer to the other: loops that wrote where they read would not be vectorised.
-        shared = _team_for(board, rows * hidden)
-        _multiply(board, task, layer, _OUTPUT, attended, heads * dim, rows, out, hidden, PLAIN)
-        elementwise.add_rms_norm(
-            shared, out, residual, layer[_POST_NORM], eps, x, spare, rows, hidden, like, np.float32(0)
-        )
-        activated = at[_ACTIVATED]
-        if layer[_GATED] != 0:
-            _multiply(board, task, layer, _GATE_UP, x, hidden, rows, activated, inner, GATED)
-        else:
-            _multiply(board, task, layer, _GATE_UP, x, hidden, rows, activated, 2 * inner, PLAIN)
-            both = activated
-            activated += rows * 2 * inner * size
-            elementwise.silu_and_mul(_team_for(board, rows * inner), both, activated, rows, inner, like)
-        _multiply(board, task, layer, _DOWN, activated, inner, rows, out, hidden, PLAIN)
-        elementwise.add_rms_norm(
-            shared, out, spare, layer[_NEXT_NORM], eps, result, residual, rows, hidden, like, np.float32(0)
-        )
+    _run_all(board, at, task, like)
+    if at[words.LOGITS] != 0:
+        _draw(board, at, task)
+    return True
 
 
 class CpuDecoder:
-    """`CompiledDecoder` for the CPU. Its memory for a step's activations is kept for the next, so a call at a time."""
+    """`CompiledDecoder` for the CPU. Its memory for a step's activations is kept for the next, so a call at a time.
 
-    def __init__(self, stack: DecoderStack, team: Team, like: Any, plan: Callable[..., Any]) -> None:
+    logits: memory that a step's logits are written to.
+    """
+
+    def __init__(self, stack: DecoderStack, team: Team, like: Any, logits: ReusedMemory) -> None:
         self._stack = stack
         self._team = team
         self._like = like
-        self._plan = plan
+        self._logits = logits
         self._hidden = stack.layers[0].qkv.in_features
         self._inner = stack.layers[0].down.in_features
         self._layers = _table(stack)
         # Layers that see equally far share a work list.
-        self._runs = [
-            (window, [index for index, _ in run])
-            for window, run in itertools.groupby(enumerate(stack.layers), key=lambda pair: pair[1].window)
-        ]
+        runs = itertools.groupby(enumerate(stack.layers), key=lambda pair: pair[1].window)
+        spans = [(window, [index for index, _ in run]) for window, run in runs]
+        self._runs = np.array([(span[0], span[-1] + 1, window) for window, span in spans], np.int64)
+        self._numbers = np.array([stack.eps, stack.scale], np.float32)
         self._rows = 0
         self._scratch: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._starts: list[int] = []
+        self._pool = np.empty((0, 2), np.int64)
+        self._drawn = np.empty(0, np.int64)
+        self._columns = np.empty(7, np.int64)
+        # What the words were last written for; held, so that nothing else can have its identity or its memory.
+        self._kv: Sequence[LayerKV] | None = None
+        self._meta: AttentionMetadata | None = None
+        self._sampling: SampleBatch | None = None
+        self._at = np.zeros(words.WORDS, np.int64)
+        self._step = int(self._at.ctypes.data)
+        self._write(
+            LAYERS=self._layers.ctypes.data,
+            NUM_LAYERS=len(self._layers),
+            RUNS=self._runs.ctypes.data,
+            NUM_RUNS=len(self._runs),
+            HEADS=stack.num_heads,
+            KV_HEADS=stack.num_kv_heads,
+            DIM=stack.head_dim,
+            SIZE=like.itemsize,
+            HIDDEN=self._hidden,
+            INNER=self._inner,
+            LONGEST=stack.cos_sin.shape[0],
+            COS_SIN=stack.cos_sin.data_ptr(),
+            NUMBERS=self._numbers.ctypes.data,
+            PART_FLOATS=part_floats(stack.num_heads, stack.head_dim),
+            GATHERER=stack.embedding.gatherer(),
+            TABLE_RECORD=stack.embedding.record.ctypes.data,
+            VOCABULARY=stack.head.out_features,
+            HEAD=stack.head.record.ctypes.data,
+            HEAD_WORKER=stack.head.worker(),
+            DRAWS=self._columns.ctypes.data,
+        )
 
     def forward(
         self, x: torch.Tensor, meta: AttentionMetadata, kv: Sequence[LayerKV], rows: torch.Tensor
     ) -> torch.Tensor:
-        stack, tokens, wanted = self._stack, x.shape[0], rows.shape[0]
-        scratch = self._addresses(tokens)
-        hidden = torch.empty((wanted, self._hidden), dtype=x.dtype)
-        x = x.contiguous()
-        pool = np.array([each.addresses for each in kv], np.int64)
-        rows = rows.contiguous()
-        first = kv[0]
-        at = np.array(
-            [
-                tokens,
-                wanted,
-                stack.num_heads,
-                stack.num_kv_heads,
-                stack.head_dim,
-                x.itemsize,
-                self._hidden,
-                self._inner,
-                0,
-                0,
-                len(kv) - 1,
-                first.num_blocks,
-                first.block_size,
-                first.k.stride(0) * x.itemsize,
-                stack.cos_sin.shape[0],
-                meta.positions.data_ptr(),
-                meta.slot_mapping.data_ptr(),
-                rows.data_ptr(),
-                stack.cos_sin.data_ptr(),
-                hidden.data_ptr(),
-                x.data_ptr(),
-                *scratch,
-            ],
-            np.int64,
+        hidden = torch.empty((len(rows), self._hidden), dtype=x.dtype)
+        x, rows = x.contiguous(), rows.contiguous()
+        self._take(meta, kv, x.dtype)
+        self._write(
+            IDS=0,
+            EMBEDDED=x.data_ptr(),
+            ROWS=rows.data_ptr(),
+            WANTED=len(rows),
+            RESULT=hidden.data_ptr(),
+            LOGITS=0,
         )
-        self._run(self._team.board(), at, pool, meta, first)
+        run_step(self._team.board(), self._step, self._like)
         return hidden
 
-    def _run(
-        self, board: int, at: npt.NDArray[np.int64], pool: npt.NDArray[np.int64], meta: AttentionMetadata, kv: LayerKV
-    ) -> None:
-        stack = self._stack
-        for window, layers in self._runs:
-            at[_FIRST], at[_END] = layers[0], min(layers[-1] + 1, len(pool))
-            if at[_FIRST] >= len(pool):
-                return
-            plan, parts = self._plan(meta, stack.num_heads, kv, window)
-            run_layers(
-                board,
-                board if attention_work(meta, plan, kv) >= PARALLEL_ELEMENTS else 0,
-                self._layers,
-                pool,
-                at,
-                np.float32(stack.eps),
-                np.float32(stack.scale),
-                window,
-                attention_amx.use_tiles(kv.k.dtype, kv.block_size, kv.head_dim, stack.scale),
-                plan.items,
-                plan.tokens,
-                plan.rows,
-                parts,
-                meta.host.block_tables,
-                self._like,
+    def draw(
+        self,
+        token_ids: torch.Tensor,
+        meta: AttentionMetadata,
+        kv: Sequence[LayerKV],
+        rows: torch.Tensor,
+        sampling: SampleBatch,
+    ) -> list[int]:
+        at, stack = self._at, self._stack
+        token_ids, rows = token_ids.contiguous(), rows.contiguous()
+        wanted = len(rows)
+        self._take(meta, kv, stack.embedding.dtype)
+        if sampling is not self._sampling:
+            self._columns[:] = [_data(column, wanted) for column in _columns(sampling)]
+            self._sampling = sampling
+        if len(self._drawn) < wanted:
+            self._drawn = np.empty(wanted, np.int64)
+            at[words.DRAWN] = self._drawn.ctypes.data
+        logits = self._logits.array(wanted, stack.head.out_features)
+        at[words.IDS], at[words.ROWS], at[words.WANTED] = token_ids.data_ptr(), rows.data_ptr(), wanted
+        at[words.EMBEDDED], at[words.RESULT] = self._embedded, self._result
+        at[words.LOGITS] = logits.ctypes.data
+        if not run_step(self._team.board(), self._step, self._like):
+            raise unknown_ids(token_ids, stack.embedding)
+        drawn: list[int] = self._drawn[:wanted].tolist()
+        return drawn
+
+    def _write(self, **values: int) -> None:
+        for name, value in values.items():
+            self._at[getattr(words, name)] = value
+
+    def _take(self, meta: AttentionMetadata, kv: Sequence[LayerKV], dtype: torch.dtype) -> None:
+        """Write the words of the pool and the batch."""
+        self._at[words.THREADS] = self._team.threads
+        if kv is not self._kv:
+            self._take_pool(kv, dtype)
+        if meta is not self._meta:
+            tokens = meta.num_tokens
+            if tokens > self._rows:
+                self._make_room(tokens)
+            self._write(
+                TOKENS=tokens,
+                SEQUENCES=meta.num_sequences,
+                QUERY_START=meta.query_start.data_ptr(),
+                SEQ_LENS=meta.seq_lens.data_ptr(),
+                TABLES=meta.block_tables.data_ptr(),
+                TABLE_WIDTH=meta.block_tables.shape[1],
+                POSITIONS=meta.positions.data_ptr(),
+                SLOTS=meta.slot_mapping.data_ptr(),
             )
+            self._meta = meta
 
-    def _addresses(self, tokens: int) -> list[int]:
-        """Where the step's activations go, from _X on."""
-        if tokens > self._rows:
-            stack, size = self._stack, self._like.itemsize
-            attended = stack.num_heads * stack.head_dim
-            gated = all(layer.gate_up.gated for layer in stack.layers)
-            widths = (
-                size * self._hidden,
-                4 * self._hidden,
-                4 * self._hidden,
-                size * stack.layers[0].qkv.out_features,
-                size * attended,
-                size * self._hidden,
-                size * self._inner * (1 if gated else 3),
-                size * attended,
-                4 * self._hidden,
-            )
-            starts = np.cumsum([0, *(-(-tokens * width // _LINE) * _LINE + _APART for width in widths)])
-            self._scratch = huge_pages(int(starts[-1]))
-            self._starts = (starts[:-1] + self._scratch.ctypes.data).tolist()
-            self._rows = tokens
-        return self._starts
+    def _take_pool(self, kv: Sequence[LayerKV], dtype: torch.dtype) -> None:
+        first = kv[0]
+        self._pool = np.array([each.addresses for each in kv], np.int64)
+        self._write(
+            POOL=self._pool.ctypes.data,
+            DEPTH=len(kv),
+            NUM_BLOCKS=first.num_blocks,
+            BLOCK_SIZE=first.block_size,
+            BLOCK_BYTES=first.k.stride(0) * first.k.itemsize,
+            TILES=attention_amx.use_tiles(dtype, first.block_size, first.head_dim, self._stack.scale),
+        )
+        self._kv = kv
+
+    def _make_room(self, tokens: int) -> None:
+        """For the step's activations."""
+        stack, size = self._stack, self._like.itemsize
+        attended = stack.num_heads * stack.head_dim
+        gated = all(layer.gate_up.gated for layer in stack.layers)
+        widths = (
+            size * self._hidden,
+            4 * self._hidden,
+            4 * self._hidden,
+            size * stack.layers[0].qkv.out_features,
+            size * attended,
+            size * self._hidden,
+            size * self._inner * (1 if gated else 3),
+            size * attended,
+            4 * self._hidden,
+            size * self._hidden,
+            size * self._hidden,
+        )
+        starts = np.cumsum([0, *(-(-tokens * width // _LINE) * _LINE + _APART for width in widths)])
+        self._scratch = huge_pages(int(starts[-1]))
+        *activations, self._embedded, self._result = (starts[:-1] + self._scratch.ctypes.data).tolist()
+        self._at[words.X : words.X + len(activations)] = activations
+        self._rows = tokens
 
 
-def attention_work(meta: AttentionMetadata, plan: AttentionPlan, kv: LayerKV) -> int:
+def attention_work(meta: AttentionMetadata, items: int, kv: LayerKV) -> int:
     """Elements of keys that a step's attention reads, 0 where nobody could share them."""
-    return int(meta.host.seq_lens.sum()) * kv.num_kv_heads * kv.head_dim if len(plan.items) > 1 else 0
+    return int(meta.host.seq_lens.sum()) * kv.num_kv_heads * kv.head_dim if items > 1 else 0
+
+
+def _columns(sampling: SampleBatch) -> tuple[npt.NDArray[Any], ...]:
+    return (
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seed,
+        sampling.position,
+        sampling.index,
+    )
+
+
+def _data(column: npt.NDArray[Any], rows: int) -> int:
+    if column.shape != (rows,) or not column.flags.c_contiguous:
+        raise ValueError(f"expected a draw for each of {rows} rows, got shape {column.shape}")
+    return column.ctypes.data
 
 
 def _table(stack: DecoderStack) -> npt.NDArray[np.int64]:
     """Addresses of what the layers are made of. `stack` keeps it alive."""
-    table = np.zeros((len(stack.layers), _COLUMNS), np.int64)
+    made = np.zeros((len(stack.layers), table.COLUMNS), np.int64)
     for index, layer in enumerate(stack.layers):
         last = index + 1 == len(stack.layers)
         following = stack.final_norm if last else stack.layers[index + 1].input_norm
-        row = table[index]
-        row[_INPUT_NORM], row[_POST_NORM], row[_NEXT_NORM] = (
+        row = made[index]
+        row[table.INPUT_NORM], row[table.POST_NORM], row[table.NEXT_NORM] = (
             weight.data_ptr() for weight in (layer.input_norm, layer.post_norm, following)
         )
         if layer.head_norms:
-            row[_QUERY_NORM], row[_KEY_NORM] = (weight.data_ptr() for weight in layer.head_norms)
-        row[_ROTATES], row[_GATED] = layer.rotates, layer.gate_up.gated
+            row[table.QUERY_NORM], row[table.KEY_NORM] = (weight.data_ptr() for weight in layer.head_norms)
+        row[table.ROTATES], row[table.IS_GATED] = layer.rotates, layer.gate_up.gated
         for column, linear in _linears(layer):
             row[column], row[column + 1] = linear.record.ctypes.data, linear.worker()
-    return table
+    return made
 
 
 def _linears(layer: DecoderLayer) -> list[tuple[int, Any]]:
-    return [(_QKV, layer.qkv), (_OUTPUT, layer.output), (_GATE_UP, layer.gate_up), (_DOWN, layer.down)]
+    return [
+        (table.QKV, layer.qkv),
+        (table.OUTPUT, layer.output),
+        (table.GATE_UP, layer.gate_up),
+        (table.DOWN, layer.down),
+    ]
 
 
 def can_run(stack: DecoderStack, dtype: torch.dtype) -> bool:
     """Whether all linears are tasks on activations of this type; a weight of odd width is kept as float32."""
-    return bool(stack.layers) and all(
+    linears = [linear for layer in stack.layers for _, linear in _linears(layer)]
+    return bool(linears) and all(
         getattr(linear, "record", None) is not None and linear.dtype == dtype
-        for layer in stack.layers
-        for _, linear in _linears(layer)
+        for linear in (*linears, stack.embedding, stack.head)
     )

@@ -12,7 +12,7 @@ import torch
 
 from pagemill.kernels.cpu import amx, matmul, matmul_amx
 from pagemill.kernels.cpu.arena import Arena
-from pagemill.kernels.cpu.gather import gather_floats, gather_pairs
+from pagemill.kernels.cpu.gather import float_gatherer, pair_gatherer
 from pagemill.kernels.cpu.matmul import PANEL, TASK_WORDS
 from pagemill.kernels.cpu.pack import pack
 from pagemill.kernels.cpu.reuse import ReusedMemory
@@ -47,6 +47,10 @@ class TaskLinear(Protocol):
         """The address of the compiled worker."""
         ...
 
+    def gatherer(self) -> int:
+        """That of the worker which takes rows out of the weight (see `gather`)."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
@@ -67,6 +71,9 @@ class CpuLinear:
         if self.panels.shape[1] % matmul_amx.TILE_DEPTH == 0 and amx.allowed():
             return matmul_amx.tile_worker()
         return matmul.pair_worker()
+
+    def gatherer(self) -> int:
+        return pair_gatherer() if self.dtype == torch.bfloat16 else float_gatherer()
 
 
 def apply(
@@ -99,17 +106,6 @@ def apply(
         np.int64,
     )
     matmul.multiply(team.board(), linear.worker(), task.ctypes.data)
-    return out
-
-
-def gather(linear: CpuLinear, token_ids: torch.Tensor, board: int) -> torch.Tensor:
-    """Rows token_ids int64 [T] of the weight, [T, in_features]."""
-    ids = token_ids.contiguous().numpy()
-    if len(ids) and not 0 <= ids.min() <= ids.max() < linear.out_features:
-        raise IndexError(f"ids must lie in 0 .. {linear.out_features - 1}, got {ids.min()} .. {ids.max()}")
-    out = torch.empty((len(ids), linear.in_features), dtype=linear.dtype)
-    run = gather_pairs if linear.dtype == torch.bfloat16 else gather_floats
-    run(board, linear.record.ctypes.data, ids.ctypes.data, len(ids), out.data_ptr())
     return out
 
 

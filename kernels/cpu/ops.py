@@ -16,11 +16,13 @@ import torch
 from pagemill.kernels.cpu import attention, attention_amx, edit, elementwise, logprobs, matmul, sampler
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.attention import part_floats
-from pagemill.kernels.cpu.decoder import PARALLEL_ELEMENTS, CpuDecoder, attention_work, can_run
+from pagemill.kernels.cpu.decoder import CpuDecoder, attention_work, can_run
+from pagemill.kernels.cpu.decoder_layers import PARALLEL_ELEMENTS
+from pagemill.kernels.cpu.gather import gather
 from pagemill.kernels.cpu.jit import keep_compiled, keep_in
 from pagemill.kernels.cpu.kernel_cache import Report
-from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, gather, prepare_linear
-from pagemill.kernels.cpu.plan import AttentionPlan, PlanKeeper
+from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, prepare_linear
+from pagemill.kernels.cpu.plan import AttentionPlan, attention_plan
 from pagemill.kernels.cpu.reuse import ReusedMemory
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
@@ -101,7 +103,6 @@ class CpuOps:
         self._watchdog = Watchdog(self._team.threads)
         self._arena = Arena()
         self._logits = ReusedMemory()
-        self._plans: dict[str, PlanKeeper] = {}
         # What is left to torch is small, and its own team would spin on the cores that ours needs: measured at batch
         # 1 on two busy cores, 26 ms of processor time a step instead of 15.
         torch.set_num_threads(1)
@@ -164,7 +165,7 @@ class CpuOps:
         queries, stride = _rows(query, kv.k.dtype)
         element = query.dtype.itemsize
         attention.attention(
-            self._board(attention_work(meta, plan, kv)),
+            self._board(attention_work(meta, len(plan.items), kv)),
             plan.items,
             plan.tokens,
             plan.rows,
@@ -195,7 +196,7 @@ class CpuOps:
         name = f"cpu {heads} {kv.num_kv_heads} {dim} {window}"
 
         def make(host: HostMetadata) -> tuple[AttentionPlan, npt.NDArray[np.float32]]:
-            plan = self._plans.setdefault(name, PlanKeeper()).plan(
+            plan = attention_plan(
                 host,
                 group=heads // kv.num_kv_heads,
                 num_kv_heads=kv.num_kv_heads,
@@ -314,14 +315,12 @@ class CpuOps:
     def logits(self, hidden: torch.Tensor, prepared: TaskLinear) -> torch.Tensor:
         return apply(prepared, hidden, self._team, matmul.FLOAT32, self._logits)
 
-    def embedding(self, token_ids: torch.Tensor, prepared: CpuLinear | QuantisedLinear) -> torch.Tensor:
+    def embedding(self, token_ids: torch.Tensor, prepared: TaskLinear) -> torch.Tensor:
         board = self._board(len(token_ids) * prepared.in_features)
-        if isinstance(prepared, CpuLinear):
-            return gather(prepared, token_ids, board)
-        return prepared.gather(token_ids, board)
+        return gather(prepared, token_ids, board)
 
     def compile_decoder(self, stack: DecoderStack, dtype: torch.dtype) -> CpuDecoder | None:
-        return CpuDecoder(stack, self._team, _like(dtype), self._attention_plan) if can_run(stack, dtype) else None
+        return CpuDecoder(stack, self._team, _like(dtype), self._logits) if can_run(stack, dtype) else None
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         pool[:, pairs[:, 1]] = pool[:, pairs[:, 0]]

@@ -9,7 +9,13 @@ a row's segments:
 * where neither holds a sequence is one item, whose blocks are read from end to end.
 
 Whoever finishes the last item of a token joins its parts.
+
+The list is made anew each step, by compiled code: with NumPy it took some sixty calls, which cost most in a step whose
+kernels had just taken the caches for themselves.
 """
+
+# numba ships no types.
+# mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
@@ -18,10 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagemill.kernels.cpu.jit import helper, kernel
+from pagemill.kernels.cpu.plan_sharing import SEGMENT, shared_segments
 from pagemill.kernels.metadata import HostMetadata
-
-SEGMENT = 256
-"""Context tokens of a segment. Shorter ones share and split more, and cost more joining."""
 
 TILE_ROWS = 96
 """Rows (query tokens times the heads of a group) of an item at most, where one token has fewer: its keys and values
@@ -45,6 +50,9 @@ make its parts, and those of them that are not done."""
 _READING_ROWS = 24
 _ITEMS_PER_THREAD = 3
 
+ITEM_WORDS = 8
+ROW_WORDS = 6
+
 IntArray = npt.NDArray[np.int32]
 
 
@@ -64,185 +72,180 @@ def attention_plan(
 
     group: query heads of a key/value head. window: tokens that a row sees, 0 for all before it.
     """
-    query_start, lengths = host.query_start, np.diff(host.query_start)
-    first_position = host.seq_lens - lengths
-    sequence = np.repeat(np.arange(lengths.shape[0], dtype=np.int32), lengths)
-    num_tokens = sequence.shape[0]
-    rows = np.empty((num_tokens, 6), np.int32)
-    position = first_position[sequence] + np.arange(num_tokens, dtype=np.int32) - query_start[sequence]
-    rows[:, ROW_POSITION] = position
-    rows[:, ROW_SEGMENT] = np.maximum(position + 1 - window, 0) // SEGMENT if window else 0
-    rows[:, ROW_SEGMENTS] = position // SEGMENT + 1 - rows[:, ROW_SEGMENT]
-    shared, groups = ({}, []) if window else shared_segments(host, first_position, group, block_size)
+    made = _plan(host.query_start, host.seq_lens, host.block_tables, group, num_kv_heads, block_size, threads, window)
+    return AttentionPlan(*made)
 
+
+@helper
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit)
+
+
+@helper
+def _rows(query_start: Any, seq_lens: Any, window: int) -> Any:
+    """What is known of each query token; of its parts nothing yet."""
+    rows = np.zeros((query_start[-1], ROW_WORDS), np.int32)
+    for sequence in range(seq_lens.shape[0]):
+        first, end = query_start[sequence], query_start[sequence + 1]
+        for token in range(first, end):
+            position = seq_lens[sequence] - end + token
+            segment = max(position + 1 - window, 0) // SEGMENT if window else 0
+            row = rows[token]
+            row[ROW_POSITION] = position
+            row[ROW_SEGMENT] = segment
+            row[ROW_SEGMENTS] = position // SEGMENT + 1 - segment
+    return rows
+
+
+@helper
+def _fill(item: Any, sequence: int, first: int, count: int, heads: int, begin: int, end: int, is_part: int) -> None:
+    item[ITEM_SEQUENCE], item[ITEM_FIRST], item[ITEM_TOKENS] = sequence, first, count
+    item[ITEM_HEAD], item[ITEM_HEADS] = 0, heads
+    item[ITEM_SEGMENT], item[ITEM_END], item[ITEM_IS_PART] = begin, end, is_part
+
+
+@helper
+def _list(query_start: Any, seq_lens: Any, block_tables: Any, rows: Any, group: int, kv_heads: int, size: int) -> Any:
+    """Items as large as they may be, and `tokens`; size: of a block, 0 where nothing may be shared."""
     most = max(1, TILE_ROWS // group)
-    tiles = -(-lengths // most)
-    owner = np.repeat(np.arange(lengths.shape[0], dtype=np.int32), tiles)
-    first = (np.arange(owner.shape[0]) - (np.cumsum(tiles) - tiles)[owner]) * most
-    count = np.minimum(lengths[owner] - first, most)
-    first += query_start[owner]
-    begin = rows[first, ROW_SEGMENT]
-    end = rows[first + count - 1, ROW_POSITION] // SEGMENT + 1
-    if shared:
-        begin = begin.copy()
-        for index, segments in shared.items():
-            begin[np.searchsorted(owner, index)] = segments  # its tokens are one tile
-    items = np.stack(
-        [owner, first, count, np.zeros_like(owner), np.full_like(owner, num_kv_heads), begin, end, begin > 0], axis=1
-    ).astype(np.int32)
-    items[:, ITEM_IS_PART] = 0
-    tokens = np.arange(num_tokens, dtype=np.int32)
-    if shared:
-        items[np.isin(owner, list(shared)), ITEM_IS_PART] = 1
-        together, tokens = _group_items(groups, host, group, num_kv_heads, tokens)
-        items = np.concatenate([items[begin < end], together])
-    items = _deal_out(items, group, num_kv_heads, threads)
-    return AttentionPlan(items, tokens, rows, _number_parts(items, tokens, rows))
-
-
-class PlanKeeper:
-    """Makes the plans of one kind of layer. Most steps are the same sequences with one token more each, whose work is
-    the same but for their positions: then the last plan is returned once more, changed. It is valid until the next."""
-
-    def __init__(self) -> None:
-        self._shape: tuple[int, ...] = ()
-        self._segments = np.zeros(0, np.int32)
-        self._plan: AttentionPlan | None = None
-
-    def plan(
-        self, host: HostMetadata, *, group: int, num_kv_heads: int, block_size: int, threads: int, window: int = 0
-    ) -> AttentionPlan:
-        """As `attention_plan`."""
-        shape = (group, num_kv_heads, block_size, threads, host.positions.shape[0])
-        # Only sequences that are a segment long have anything to share.
-        decodes = host.positions.shape[0] == host.seq_lens.shape[0] and not window
-        alone = decodes and (host.query_start[1:] > host.query_start[:-1]).all() and _long(host) < 2
-        segments = (host.seq_lens - 1) // SEGMENT
-        if alone and self._plan is not None and shape == self._shape and (segments == self._segments).all():
-            np.subtract(host.seq_lens, 1, out=self._plan.rows[:, ROW_POSITION])
-            return self._plan
-        plan = attention_plan(
-            host, group=group, num_kv_heads=num_kv_heads, block_size=block_size, threads=threads, window=window
-        )
-        self._shape, self._segments, self._plan = shape, segments, plan if alone else None
-        return plan
-
-
-def _long(host: HostMetadata) -> int:
-    return int((host.seq_lens >= SEGMENT).sum())
-
-
-def shared_segments(
-    host: HostMetadata, first_position: IntArray, group: int, block_size: int
-) -> tuple[dict[int, int], list[tuple[list[int], int]]]:
-    """Leading segments that sequences with few rows have in common with others.
-
-    Returns for each such sequence how many they are, and (sequences, segment) of each item to compute for several.
-    """
-    lengths = np.diff(host.query_start)
-    whole = (first_position + 1) // SEGMENT  # segments that all of a sequence's tokens see to the end
-    few = max(1, STREAMED_ROWS // group)
-    may = np.flatnonzero((lengths > 0) & (lengths <= few) & (whole > 0))
-    shared: dict[int, int] = {}
-    groups: list[tuple[list[int], int]] = []
-    if may.shape[0] < 2 or np.unique(host.block_tables[may, 0]).shape[0] == may.shape[0]:
-        return shared, groups
-    alike: list[npt.NDArray[np.intp]] = [may]
-    segment = 0
-    while alike:
-        blocks = slice(segment * SEGMENT // block_size, -(-(segment + 1) * SEGMENT // block_size))
-        following = []
-        for members in alike:
-            members = members[whole[members] > segment]
-            if members.shape[0] < 2:
-                continue
-            tables = host.block_tables[members, blocks]
-            same = (tables == tables[0]).all(axis=1)
-            parts = [members]
-            if not same.all():
-                by_blocks: dict[bytes, list[int]] = {}
-                for member, table in zip(members.tolist(), tables, strict=True):
-                    by_blocks.setdefault(table.tobytes(), []).append(member)
-                parts = [np.array(part) for part in by_blocks.values() if len(part) > 1]
-            for part in parts:
-                following.append(part)
-                groups.append((part.tolist(), segment))
-                shared.update(dict.fromkeys(part.tolist(), segment + 1))
-        alike = following
-        segment += 1
-    return shared, groups
-
-
-def _group_items(
-    groups: list[tuple[list[int], int]], host: HostMetadata, group: int, num_kv_heads: int, tokens: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Items of several sequences, and `tokens` with theirs behind the others."""
-    most = max(1, SHARED_ROWS // group)
-    start = host.query_start.tolist()
-    lists, items = [tokens], []
-    known: dict[tuple[int, int], tuple[list[int], int, int]] = {}
-    used = tokens.shape[0]
-    for members, segment in groups:
-        key = (members[0], len(members))
-        if key not in known or known[key][0] != members:
-            own = [token for member in members for token in range(start[member], start[member + 1])]
-            known[key] = (members, used, len(own))
-            lists.append(np.array(own, np.int32))
-            used += len(own)
-        _, first, count = known[key]
-        pieces = -(-count // most)
+    shared_most = max(1, SHARED_ROWS // group)
+    few = max(1, STREAMED_ROWS // group) if size else -1
+    shared, members, starts, segments, repeats = shared_segments(query_start, seq_lens, block_tables, max(size, 1), few)
+    total = query_start[-1]
+    more = 0  # tokens of groups, of which each has its place in `tokens` once more
+    pieces = 0
+    for index in range(segments.shape[0]):
+        count = 0
+        for member in members[starts[index] : starts[index + 1]]:
+            count += query_start[member + 1] - query_start[member]
+        pieces += _up(count, shared_most)
+        more += 0 if repeats[index] else count
+    for sequence in range(seq_lens.shape[0]):
+        pieces += _up(query_start[sequence + 1] - query_start[sequence], most)
+    tokens = np.empty(total + more, np.int32)
+    for token in range(total):
+        tokens[token] = token
+    items = np.empty((pieces, ITEM_WORDS), np.int32)
+    used = 0
+    for sequence in range(seq_lens.shape[0]):
+        end = query_start[sequence + 1]
+        for first in range(query_start[sequence], end, most):
+            count = min(most, end - first)
+            begin = max(rows[first, ROW_SEGMENT], shared[sequence])  # where anything is shared, its tokens are one item
+            last = rows[first + count - 1, ROW_POSITION] // SEGMENT + 1
+            if begin < last:
+                _fill(items[used], sequence, first, count, kv_heads, begin, last, 1 if shared[sequence] else 0)
+                used += 1
+    place = total
+    count = 0
+    for index in range(segments.shape[0]):
+        if not repeats[index]:
+            place += count
+            count = 0
+            for member in members[starts[index] : starts[index + 1]]:
+                for token in range(query_start[member], query_start[member + 1]):
+                    tokens[place + count] = token
+                    count += 1
+        pieces = _up(count, shared_most)
         for piece in range(pieces):
             low, high = count * piece // pieces, count * (piece + 1) // pieces
-            items.append((members[0], first + low, high - low, 0, num_kv_heads, segment, segment + 1, 1))
-    return np.array(items, np.int32), np.concatenate(lists)
+            segment = segments[index]
+            _fill(items[used], members[starts[index]], place + low, high - low, kv_heads, segment, segment + 1, 1)
+            used += 1
+    return items[:used], tokens
 
 
-def _deal_out(items: IntArray, group: int, num_kv_heads: int, threads: int) -> IntArray:
+@helper
+def _deal_out(items: Any, group: int, kv_heads: int, threads: int) -> Any:
     """Cut items where their number or size would leave threads idle, and put the largest first."""
-    segments = items[:, ITEM_END] - items[:, ITEM_SEGMENT]
-    many_rows = items[:, ITEM_TOKENS] * group > STREAMED_ROWS
-    cost = (items[:, ITEM_TOKENS] * group + _READING_ROWS).astype(np.int64) * segments
-    if threads > 1 and items.shape[0]:
-        largest = max(1, int(cost.sum()) // (threads * _ITEMS_PER_THREAD))
-        # Packed copies are of one head anyway; else the heads of a block stay together, they lie side by side.
-        heads = np.where(many_rows, num_kv_heads, 1)
-        cuts = np.where(cost > largest * heads, np.minimum(segments, -(-cost // (largest * heads))), 1)
-        if int((heads * cuts).sum()) < threads * _ITEMS_PER_THREAD:
-            heads[:] = num_kv_heads
-        items = _cut(items, heads, cuts, num_kv_heads)
-        cost = np.repeat(cost // (heads * cuts), heads * cuts)
-    return items[np.argsort(-cost, kind="stable")]
-
-
-def _cut(items: IntArray, heads: npt.NDArray[Any], cuts: npt.NDArray[Any], num_kv_heads: int) -> IntArray:
-    """Each item in heads * cuts pieces: every kv head alone or all together, and ranges of its segments."""
+    count = items.shape[0]
+    cost, heads, cuts = np.empty(count, np.int64), np.ones(count, np.int64), np.ones(count, np.int64)
+    for index in range(count):
+        item = items[index]
+        cost[index] = (item[ITEM_TOKENS] * group + _READING_ROWS) * (item[ITEM_END] - item[ITEM_SEGMENT])
+    if threads > 1 and count:
+        largest = max(1, cost.sum() // (threads * _ITEMS_PER_THREAD))
+        for index in range(count):
+            item = items[index]
+            if item[ITEM_TOKENS] * group > STREAMED_ROWS:
+                # Packed copies are of one head anyway; else the heads of a block stay together, they lie side by side.
+                heads[index] = kv_heads
+            if cost[index] > largest * heads[index]:
+                segments = item[ITEM_END] - item[ITEM_SEGMENT]
+                cuts[index] = min(segments, _up(cost[index], largest * heads[index]))
+        if (heads * cuts).sum() < threads * _ITEMS_PER_THREAD:
+            heads[:] = kv_heads
     pieces = heads * cuts
-    if (pieces == 1).all():
-        return items
-    whole = np.repeat(np.arange(items.shape[0]), pieces)
-    piece = np.arange(whole.shape[0]) - (np.cumsum(pieces) - pieces)[whole]
-    cut, head = np.divmod(piece, heads[whole])
-    result = items[whole]
-    single = heads[whole] > 1
-    result[single, ITEM_HEAD] = head[single]
-    result[single, ITEM_HEADS] = 1
-    begin, segments = items[whole, ITEM_SEGMENT], (items[:, ITEM_END] - items[:, ITEM_SEGMENT])[whole]
-    result[:, ITEM_SEGMENT] = begin + segments * cut // cuts[whole]
-    result[:, ITEM_END] = begin + segments * (cut + 1) // cuts[whole]
-    result[:, ITEM_IS_PART] |= cuts[whole] > 1
-    return result
+    cut = np.empty((pieces.sum(), ITEM_WORDS), np.int32)
+    weight = np.empty(cut.shape[0], np.int64)
+    used = 0
+    for index in range(count):
+        begin = items[index, ITEM_SEGMENT]
+        segments = items[index, ITEM_END] - begin
+        for piece in range(pieces[index]):
+            part, head = piece // heads[index], piece % heads[index]
+            made = cut[used]
+            made[:] = items[index]
+            if heads[index] > 1:
+                made[ITEM_HEAD] = head
+                made[ITEM_HEADS] = 1
+            made[ITEM_SEGMENT] = begin + segments * part // cuts[index]
+            made[ITEM_END] = begin + segments * (part + 1) // cuts[index]
+            if cuts[index] > 1:
+                made[ITEM_IS_PART] = 1
+            weight[used] = -(cost[index] // pieces[index])
+            used += 1
+    order = np.argsort(weight, kind="mergesort")
+    dealt = np.empty_like(cut)
+    for index in range(used):
+        dealt[index] = cut[order[index]]
+    return dealt
 
 
-def _number_parts(items: IntArray, tokens: IntArray, rows: IntArray) -> int:
+@helper
+def _number_parts(items: Any, tokens: Any, rows: Any) -> int:
     """Write to `rows` where the parts of tokens lie and how many items make them; returns the number of parts."""
-    rows[:, ROW_SLOT:] = 0
-    parts = items[items[:, ITEM_IS_PART] > 0]
-    if not parts.shape[0]:
-        return 0
-    counts = parts[:, ITEM_TOKENS]
-    entry = np.repeat(parts[:, ITEM_FIRST] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-    pieces = np.bincount(tokens[entry], minlength=rows.shape[0])
-    rows[:, ROW_PIECES] = rows[:, ROW_PENDING] = pieces
-    kept = np.where(pieces > 0, rows[:, ROW_SEGMENTS], 0)
-    rows[:, ROW_SLOT] = np.cumsum(kept) - kept
-    return int(kept.sum())
+    for index in range(items.shape[0]):
+        item = items[index]
+        if item[ITEM_IS_PART]:
+            for token in tokens[item[ITEM_FIRST] : item[ITEM_FIRST] + item[ITEM_TOKENS]]:
+                rows[token, ROW_PIECES] += 1
+    parts = 0
+    for token in range(rows.shape[0]):
+        rows[token, ROW_PENDING] = rows[token, ROW_PIECES]
+        rows[token, ROW_SLOT] = parts
+        if rows[token, ROW_PIECES]:
+            parts += rows[token, ROW_SEGMENTS]
+    return parts
+
+
+@helper
+def make_plan(
+    query_start: Any,
+    seq_lens: Any,
+    block_tables: Any,
+    group: int,
+    kv_heads: int,
+    block_size: int,
+    threads: int,
+    window: int,
+) -> Any:
+    """`attention_plan` for compiled code."""
+    rows = _rows(query_start, seq_lens, window)
+    items, tokens = _list(query_start, seq_lens, block_tables, rows, group, kv_heads, 0 if window else block_size)
+    items = _deal_out(items, group, kv_heads, threads)
+    return items, tokens, rows, _number_parts(items, tokens, rows)
+
+
+@kernel
+def _plan(
+    query_start: Any,
+    seq_lens: Any,
+    block_tables: Any,
+    group: int,
+    kv_heads: int,
+    block_size: int,
+    threads: int,
+    window: int,
+) -> Any:
+    return make_plan(query_start, seq_lens, block_tables, group, kv_heads, block_size, threads, window)

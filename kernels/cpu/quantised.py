@@ -13,7 +13,7 @@ from pagemill.kernels.cpu import amx, quantised_amx, quantised_few, quantised_ma
 from pagemill.kernels.cpu.arena import Arena
 from pagemill.kernels.cpu.matmul import PANEL
 from pagemill.kernels.cpu.quantised_form import STEP, Form
-from pagemill.kernels.cpu.quantised_gather import LOOK_UPS
+from pagemill.kernels.cpu.quantised_gather import GATHERERS
 from pagemill.kernels.cpu.simd import LANES
 from pagemill.kernels.quantised_weight import QuantisedWeight
 
@@ -47,14 +47,8 @@ class QuantisedLinear:
             return quantised_amx.WORKERS[self.form]()
         return quantised_matmul.WORKERS[self.form]()
 
-    def gather(self, token_ids: torch.Tensor, board: int) -> torch.Tensor:
-        """Rows token_ids int64 [T] of the weight, dequantised: [T, in_features]."""
-        ids = token_ids.contiguous().numpy()
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.out_features:
-            raise IndexError(f"ids must lie in 0 .. {self.out_features - 1}, got {ids.min()} .. {ids.max()}")
-        out = torch.empty((len(ids), self.in_features), dtype=self.dtype)
-        LOOK_UPS[self.form](board, self.record.ctypes.data, ids.ctypes.data, len(ids), out.data_ptr())
-        return out
+    def gatherer(self) -> int:
+        return GATHERERS[self.form]()
 
 
 def prepare_quantised(

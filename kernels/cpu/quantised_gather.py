@@ -10,6 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from pagemill.kernels.cpu.gather import (
+    GATHER_COUNT,
+    GATHER_IDS,
+    GATHER_OUT,
+    GATHER_RECORD,
+    GATHER_WORDS,
+)
 from pagemill.kernels.cpu.jit import helper, kernel
 from pagemill.kernels.cpu.matmul import PANEL
 from pagemill.kernels.cpu.quantised_form import STEP, Form, make_scale_at
@@ -22,10 +29,9 @@ from pagemill.kernels.cpu.quantised_matmul import (
     RECORD_WORDS,
 )
 from pagemill.kernels.cpu.simd import LANES, narrow
-from pagemill.kernels.cpu.team import run
+from pagemill.kernels.cpu.team import address_of
 from pagemill.kernels.cpu.views import matrix, vector
 
-_PARTS = 4
 _ZERO = np.float32(0.0)
 
 
@@ -35,11 +41,13 @@ def _make_gather(form: Form) -> Any:
     like = np.uint16(0) if form.stored_pairs else _ZERO
 
     @helper
-    def gather(part: int, parts: int, record_at: int, ids: Any, out: int) -> None:
-        record = vector(record_at, RECORD_WORDS, np.int64(0))
+    def gather(part: int, parts: int, task_at: int) -> None:
+        task = vector(task_at, GATHER_WORDS, np.int64(0))
+        record = vector(task[GATHER_RECORD], RECORD_WORDS, np.int64(0))
         width, groups, block = record[RECORD_WIDTH], record[RECORD_GROUPS], record[RECORD_BLOCK]
-        count, group = ids.shape[0], width // groups
-        results = matrix(out, count, width, like)
+        count, group = task[GATHER_COUNT], width // groups
+        ids = vector(task[GATHER_IDS], count, np.int64(0))
+        results = matrix(task[GATHER_OUT], count, width, like)
         for row in range(count * part // parts, count * (part + 1) // parts):
             panel, feature = ids[row] // PANEL, ids[row] % PANEL
             for index in range(groups):
@@ -64,16 +72,16 @@ def _make_gather(form: Form) -> Any:
     return gather
 
 
-def _make_look_up(form: Form) -> Callable[[int, int, int, int, int], None]:
+def _make_gatherer(form: Form) -> Callable[[], int]:
     gather = _make_gather(form)
 
-    def look_up(board: int, record: int, ids: int, count: int, out: int) -> None:
-        run(board, _PARTS, gather, (record, vector(ids, count, np.int64(0)), out))
+    def gatherer() -> int:
+        address: int = address_of(gather)
+        return address
 
-    look_up.__qualname__ = form.named("look_up")
-    return kernel(look_up)
+    gatherer.__qualname__ = form.named("gatherer")
+    return kernel(gatherer)
 
 
-LOOK_UPS = {form: _make_look_up(form) for form in FORMS}
-"""For each form a function (board, record, ids, count, out): rows ids int64 [count] of a weight of one section,
-dequantised, to out [count, in_features]; all by address."""
+GATHERERS = {form: _make_gatherer(form) for form in FORMS}
+"""For each form a function that returns the address of the worker, see `gather`."""

@@ -17,15 +17,19 @@ _UNUSED = 2  # references to an array that only its owner holds: the owner's, an
 
 
 class ReusedMemory:
-    """Makes float32 tensors. One takes the memory of the last once nobody holds that, or a view of it, any more."""
+    """Makes float32 arrays. One takes the memory of the last once nobody holds that, or a view of it, any more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memory: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
-    def empty(self, rows: int, columns: int) -> torch.Tensor:
+    def array(self, rows: int, columns: int) -> npt.NDArray[np.float32]:
         """[rows, columns], its content whatever was there."""
         with self._lock:
             if self._memory.size < rows * columns or sys.getrefcount(self._memory) > _UNUSED:
                 self._memory = np.empty(rows * columns, np.float32)
-            return torch.from_numpy(self._memory[: rows * columns].reshape(rows, columns))
+            return self._memory[: rows * columns].reshape(rows, columns)
+
+    def empty(self, rows: int, columns: int) -> torch.Tensor:
+        """The same as a tensor."""
+        return torch.from_numpy(self.array(rows, columns))

@@ -93,7 +93,8 @@ def _logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     logits = runner._model.logits
     runner._model.logits = lambda hidden: captured.append(logits(hidden)) or captured[-1]  # type: ignore
     try:
-        Driver(runner).generate(prompt, 1)
+        # A step that only draws never shows its logits.
+        Driver(runner).generate(prompt, 1, params=SamplingParams(temperature=0.0, logprobs=0))
     finally:
         runner._model.logits = logits  # type: ignore[method-assign]
     return captured[0][0].double()
@@ -104,7 +105,7 @@ def test_layers_in_one_call_have_the_bits_of_operation_by_operation(saved: Saved
     """Also for steps that mix a prefill, a chunk and decodes, and those of which no token, or few, go on to logits."""
     runner = make_runner(saved.path, "cpu", dtype=dtype, block_size=8, threads=2)
     model: Any = runner._model
-    if getattr(model, "_compiled", None) is None:
+    if model.compiled is None:
         pytest.skip("not of the Llama family")
     params = SamplingParams(temperature=0.0)
     driver = Driver(runner)
@@ -116,8 +117,8 @@ def test_layers_in_one_call_have_the_bits_of_operation_by_operation(saved: Saved
         [(2, 21, 19, True), (3, 0, 1, True)],
     ]
     found = []
-    for compiled in (model._compiled, None):
-        model._compiled = compiled
+    for compiled in (model.compiled, None):
+        model.compiled = compiled
         runner._pool._pool.fill_(float("nan"))
         for step in steps:
             scheduled = [ScheduledSequence(requests[i], at, n, tables[i], samples) for i, at, n, samples in step]
@@ -130,6 +131,60 @@ def test_layers_in_one_call_have_the_bits_of_operation_by_operation(saved: Saved
         assert one.shape == other.shape
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
     assert [len(each) for each in found[:3]] == [1, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_in_one_call_draw_what_their_operations_draw(saved: Saved, dtype: str) -> None:
+    runner = make_runner(saved.path, "cpu", dtype=dtype, block_size=8, threads=2)
+    model, ops = runner._model, runner.ops
+    if model.compiled is None:
+        pytest.skip("not of the Llama family")
+    driver = Driver(runner)
+    requests = [
+        driver.request(_prompt(length), SamplingParams(temperature=heat, top_p=0.9), seed=length)
+        for length, heat in ((33, 0.0), (5, 1.0), (40, 0.7), (1, 2.0))
+    ]
+    tables = [driver.blocks(80) for _ in requests]
+    steps = [
+        [(0, 0, 33, True), (1, 0, 5, False), (2, 0, 21, False), (3, 0, 1, True)],
+        [(1, 0, 5, True), (2, 21, 19, True)],
+        [(2, 40, 1, True), (0, 33, 1, True), (3, 1, 1, True)],
+        [(2, 41, 1, True), (0, 34, 1, True), (3, 2, 1, True)],
+    ]
+    found: list[list[Any]] = []
+    for whole in (True, False):
+        builder = BatchBuilder(block_size=8, vocab_size=VOCAB, device="cpu")
+        runner._pool._pool.fill_(0)
+        drawn: list[Any] = []
+        for request in requests:
+            request.output_token_ids.clear()
+        for step in steps:
+            scheduled = [ScheduledSequence(requests[i], at, n, tables[i], samples) for i, at, n, samples in step]
+            batch = builder.build(scheduled)
+            assert batch.only_draws
+            with torch.inference_mode():
+                place = (batch.meta, runner._pool.layers, batch.wanted)
+                if whole:
+                    tokens = model.compiled.draw(batch.token_ids, *place, batch.sampling)
+                else:
+                    logits = model.logits(model.forward(batch.token_ids, *place))
+                    tokens = ops.sample(logits, batch.sampling).tolist()
+            drawn.append(tokens)
+            for item, token_id in zip([item for item in scheduled if item.samples], tokens, strict=True):
+                item.request.output_token_ids.append(token_id)
+        found.append([drawn, runner._pool._pool[:, 1:].clone()])
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_ids_that_the_vocabulary_has_not_are_refused_by_a_step_in_one_call(tmp_path: Path) -> None:
+    runner = make_runner(save_model(CONFIGS["llama-gqa"](), tmp_path), "cpu", block_size=8)
+    driver = Driver(runner)
+    with pytest.raises(IndexError, match=f"0 .. {VOCAB - 1}"):
+        driver.generate([3, VOCAB, 2], 1)
+    with pytest.raises(IndexError, match="-1"):
+        driver.generate([3, -1, 2], 1)
+    assert driver.generate([3, 2], 1)
 
 
 def _logits_of_transformers(path: Path, dtype: torch.dtype) -> list[torch.Tensor]:

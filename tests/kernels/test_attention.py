@@ -8,7 +8,8 @@ import torch
 
 from pagemill.kernels.cpu import amx, attention_amx
 from pagemill.kernels.cpu.ops import CpuOps
-from pagemill.kernels.cpu.plan import SEGMENT, attention_plan
+from pagemill.kernels.cpu.plan import attention_plan
+from pagemill.kernels.cpu.plan_sharing import SEGMENT
 from pagemill.kernels.metadata import AttentionMetadata
 from tests.kernels.paged import REFERENCE, PagedCase, distance, make_case, naive_attention
 
