@@ -1,11 +1,12 @@
-"""What it is worth on the CPU that a sequence's blocks lie in a row: two layouts of the pool, three orders of blocks.
+"""What it is worth on the CPU that a sequence's blocks lie in a row: two layouts of the pool, four orders of blocks.
 
     python -m bench.block_order [--threads N] [--only TEXT] [--rounds N] [--megabytes N] [--json]
 
 The pool has the layer outermost (`kernels/layout.py`), so that blocks of neighbouring ids are one piece of memory. With
 the block outermost, [block, layer, ...], the blocks of one layer lie all other layers apart, whatever their ids. Both
 are read here from the very same memory of thirty layers, by the same kernel: only strides and addresses differ. Ids of
-a sequence's blocks ascend, descend, or are drawn; a shared prefix is one run, and each sequence's own part another.
+a sequence's blocks ascend, descend, come in drawn runs of eight, or are drawn one by one; where they are in order a
+shared prefix is one run and each sequence's own part another.
 
 A round takes each variant once through as many layers as hold at least `--megabytes` of keys and values, in an order
 that changes from round to round. Printed are medians of a layer's time over that of the first variant in the same
@@ -53,7 +54,7 @@ class Variant:
         return f"{self.outer}, {self.order}"
 
 
-ORDERS = ("random", "ascending", "descending")
+ORDERS = ("random", "eights", "ascending", "descending")
 VARIANTS = tuple(Variant(outer, order) for outer in ("block", "layer") for order in ORDERS)
 
 
@@ -64,6 +65,9 @@ def tables_of(shape: Shape, order: str) -> Any:
     ids = np.arange(1, 1 + common + shape.sequences * own, dtype=np.int32)
     if order == "random":
         ids = np.random.default_rng(0).permutation(ids)
+    elif order == "eights":
+        place = np.random.default_rng(0).permutation(-(-len(ids) // 8))
+        ids = ids[np.argsort(place[np.arange(len(ids)) // 8], kind="stable")]
     elif order == "descending":
         ids = ids[::-1]
     prefix = np.tile(ids[:common], (shape.sequences, 1))
