@@ -126,37 +126,3 @@ def release(typingctx: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), codegen
-
-
-_CONTROL_BITS = 32
-_FLUSH_TINY = 1 << 15 | 1 << 6
-
-
-@intrinsic
-def flush_tiny(typingctx: Any) -> Any:
-    """Let vectors of this thread take numbers below 2^-126 for 0, going in and coming out, as tiles always do. Returns
-    what `restore` takes."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        place = cgutils.alloca_once(builder, ir.IntType(_CONTROL_BITS))
-        builder.store(ir.Constant(ir.IntType(_CONTROL_BITS), 0), place)
-        _emit(builder, "sse.stmxcsr", [builder.bitcast(place, _I8.as_pointer())])
-        before = builder.load(place)
-        builder.store(builder.or_(before, ir.Constant(before.type, _FLUSH_TINY)), place)
-        _emit(builder, "sse.ldmxcsr", [builder.bitcast(place, _I8.as_pointer())])
-        return builder.zext(before, _I64)
-
-    return types.int64(), codegen
-
-
-@intrinsic
-def restore(typingctx: Any, before: Any) -> Any:
-    """Let vectors do as they did before `flush_tiny`."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        place = cgutils.alloca_once(builder, ir.IntType(_CONTROL_BITS))
-        builder.store(builder.trunc(args[0], ir.IntType(_CONTROL_BITS)), place)
-        _emit(builder, "sse.ldmxcsr", [builder.bitcast(place, _I8.as_pointer())])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen

@@ -32,6 +32,7 @@ from pagemill.kernels.cpu.quantised_form import STEP, Form, load, plus
 from pagemill.kernels.cpu.quantised_matmul import FORMS, begin_sums, make_worker, worker_address
 from pagemill.kernels.cpu.quantised_open import LINE_BYTES, VECTOR_BYTES, fetch_share, make_open, make_sizes, store
 from pagemill.kernels.cpu.simd import LANES, splat
+from pagemill.kernels.cpu.tiny_numbers import count_as_before, count_as_zero
 from pagemill.kernels.cpu.views import vector
 
 _ACROSS = PANEL // TILE
@@ -295,14 +296,14 @@ def _make_columns(form: Form) -> Any:
         room: int,
         after: int,
     ) -> None:
-        """Everything with the one way to treat tiny numbers that tiles know, whatever the number of rows."""
-        before = amx.flush_tiny()
+        """Tiny numbers are zeros, whatever the number of rows: tiles know no other way."""
+        before = count_as_zero()
         if rows <= MOST_ROWS:
             begin_sums(rows, c, bias)
             few(rows, x, xstr, sums, sstr, w, groups, steps, block, c, room, after)
         else:
             by_tiles(rows, x, xstr, sums, sstr, w, groups, steps, block, c, bias, room, after)
-        amx.restore(before)
+        count_as_before(before)
 
     return columns
 

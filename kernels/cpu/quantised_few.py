@@ -9,11 +9,11 @@ processor where this was written:
   product added by a fused multiplication and addition that rounds to nearest even;
 * then the two are added, and that is added to what the tile held.
 
-Numbers below 2^-126, of bfloat16 or float32, count as 0, going in and coming out: vectors do the same while the control
-register of their thread says so (`amx.flush_tiny`). A sum that is so small is exact before that, since activations are
-multiples of 2^-133 and codes are whole, so it is no matter whether it is rounded first.
+Numbers below 2^-126, of bfloat16 or float32, count as 0, going in and coming out: vectors do the same while the mode of
+their thread says so (`tiny_numbers`). A sum that is so small is exact before that, since activations are multiples of
+2^-133 and codes are whole, so it is no matter whether it is rounded first.
 
-With that model, written in NumPy, 100 million sums of a tile were equal bit by bit: of normal numbers, codes of both
+With that model, written in NumPy, 65 million sums of a tile were equal bit by bit: of normal numbers, codes of both
 sizes, numbers of any exponent, next to the smallest and the largest, sums that cancel, infinities, any 16 bits at all.
 `tests/kernels/test_amx.py` compares some again.
 """
