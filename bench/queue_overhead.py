@@ -1,8 +1,10 @@
 """What the queue costs: `python -m bench.queue_overhead [--only NAME] [--requests N] [--model NAME] [--json]`
 
 * `throughput`: tokens/s of the chat workload through the queue (server and client in processes of their own), over
-  tokens/s of the same engine called directly. Taken in turns, the medians compared. What the engine's process spends
-  of a core for each token is told as well, since other work on the machine disturbs it less.
+  tokens/s of the same engine called directly. Three ways: `queue`, deltas are published and the client waits for the
+  results, as most do; `deltas`, the client reads each of them; `unstreamed`, the requests say `stream: false`. Taken in
+  turns, the medians compared. What each process spends of a core for a token is told as well, since other work on the
+  machine disturbs it less.
 * `latency`: from `submit` to the step that computes the request's first token, on an idle engine, through the queue and
   directly; what the queue adds, ms.
 * `flush`: one flush of 32 running sequences, a delta each, over one bare pipeline of 32 XADD and 32 PUBLISH with the
@@ -22,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,7 +40,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.outputs import SequenceOutput
 from pagemill.engine.prompt import TokenIds
 from pagemill.ingest import scripts
-from pagemill.ingest.client import AsyncClient
+from pagemill.ingest.client import AsyncClient, AsyncHandle
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
 from pagemill.ingest.entries import Entry
@@ -83,13 +86,25 @@ async def _directly(engine: AsyncEngine, number: int, body: dict[str, Any]) -> i
     return tokens
 
 
-async def send(url: str, bodies: Bodies) -> float:
-    """Send all, read all, as a client does; returns tokens/s."""
+async def send(url: str, bodies: Bodies, *, deltas: bool = False) -> tuple[float, float]:
+    """Send all, read all, as a client does; returns tokens/s and seconds of the processor."""
+
+    async def read(handle: AsyncHandle) -> int:
+        if deltas:
+            return sum([len(delta.token_ids) async for delta in handle])
+        return len((await handle.result()).token_ids)
+
     async with AsyncClient(url) as client:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         handles = await asyncio.gather(*(client.submit(**body) for body in bodies))
-        results = await asyncio.gather(*(handle.result() for handle in handles))
-        return sum(len(result.token_ids) for result in results) / (time.perf_counter() - started)
+        tokens = sum(await asyncio.gather(*map(read, handles)))
+        return tokens / (time.perf_counter() - started), time.process_time() - cpu_started
+
+
+async def _server_cpu(client: Any) -> float:
+    """Seconds of the processor that the server has used."""
+    info = await client.info("cpu")
+    return float(info["used_cpu_user"] + info["used_cpu_sys"])
 
 
 async def throughput(args: argparse.Namespace, server: EmbeddedServer, folder: Path) -> Row:
@@ -98,29 +113,48 @@ async def throughput(args: argparse.Namespace, server: EmbeddedServer, folder: P
         {"prompt_token_ids": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 0.8, "seed": number}
         for number, (prompt, count) in enumerate(chat)
     ]
-    (folder / "bodies.json").write_text(json.dumps(bodies))
+    tokens = sum(count for _, count in chat)
     engine = await AsyncEngine.create(
         EngineConfig(model=args.model, threads=args.threads, enable_prefix_caching=False, max_num_seqs=64)
     )
-    rates: dict[str, list[float]] = {"direct": [], "queue": []}
     await _directly(engine, 0, bodies[0] | {"max_tokens": 8})
-    cpu: dict[str, list[float]] = {"direct": [], "queue": []}
-    for _ in range(args.rounds):
+    redis = connect_commands(server.url, "bench")
+    rates: defaultdict[str, list[float]] = defaultdict(list)
+    spent: defaultdict[str, list[float]] = defaultdict(list)  # of a core, microseconds a token
+
+    async def directly() -> None:
         started, cpu_started = time.perf_counter(), time.process_time()
-        tokens = sum(await asyncio.gather(*(_directly(engine, n, body) for n, body in enumerate(bodies))))
+        assert sum(await asyncio.gather(*(_directly(engine, n, body) for n, body in enumerate(bodies)))) == tokens
         rates["direct"].append(tokens / (time.perf_counter() - started))
-        cpu["direct"].append((time.process_time() - cpu_started) / tokens)
+        spent["direct"].append((time.process_time() - cpu_started) / tokens * 1e6)
+
+    async def through_the_queue(way: str) -> None:
+        extra = {"stream": False} if way == "unstreamed" else {}
+        path = folder / f"{way}.json"
+        path.write_text(json.dumps([body | extra for body in bodies]))
+        command = (sys.executable, "-m", "bench.queue_overhead", "--send", server.url, str(path))
+        command += ("--deltas",) if way == "deltas" else ()
         async with _served(engine, server.url):
-            command = (sys.executable, "-m", "bench.queue_overhead", "--send", server.url, str(folder / "bodies.json"))
-            cpu_started = time.process_time()
+            cpu_started, server_started = time.process_time(), await _server_cpu(redis)
             client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
             output, _ = await client.communicate()
-            rates["queue"].append(float(output))
-            cpu["queue"].append((time.process_time() - cpu_started) / tokens)
+            rate, client_s = map(float, output.split())
+            rates[way].append(rate)
+            spent[f"{way}_engine"].append((time.process_time() - cpu_started) / tokens * 1e6)
+            spent[f"{way}_server"].append((await _server_cpu(redis) - server_started) / tokens * 1e6)
+            spent[f"{way}_client"].append(client_s / tokens * 1e6)
+
+    ways = ("queue", "deltas", "unstreamed")
+    for _ in range(args.rounds):
+        await directly()
+        for way in ways:
+            await through_the_queue(way)
+    await redis.aclose()
     await engine.stop()
-    direct, queue = (statistics.median(rates[name]) for name in ("direct", "queue"))
-    spent = {f"{name}_cpu_ms_per_token": statistics.median(cpu[name]) * 1000 for name in cpu}
-    return {"direct_tok_s": direct, "queue_tok_s": queue, "ratio": queue / direct, **spent}
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    row = {f"{name}_tok_s": rate for name, rate in medians.items()}
+    row |= {"ratio" if way == "queue" else f"{way}_ratio": medians[way] / medians["direct"] for way in ways}
+    return row | {f"{name}_us": statistics.median(found) for name, found in spent.items()}
 
 
 class _Clocked:
@@ -211,7 +245,7 @@ async def engines(args: argparse.Namespace, server: EmbeddedServer, folder: Path
         for count in (1, 2):
             running = [await host.start() for _ in range(count)]
             await send(server.url, bodies[:32])
-            rates.append(statistics.median([await send(server.url, bodies) for _ in range(args.rounds)]))
+            rates.append(statistics.median([(await send(server.url, bodies))[0] for _ in range(args.rounds)]))
             for engine in running:
                 engine.terminate()
                 await engine.ended.wait()
@@ -241,11 +275,12 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=300, help="of `latency` and `flush`")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--send", nargs=2, metavar=("URL", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--deltas", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("warning"))
     if args.send is not None:
         url, path = args.send
-        print(asyncio.run(send(url, json.loads(Path(path).read_text()))))
+        print(*asyncio.run(send(url, json.loads(Path(path).read_text()), deltas=args.deltas)))
         return
     asyncio.run(run(args))
 
