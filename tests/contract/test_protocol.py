@@ -50,6 +50,39 @@ def test_the_documented_example(play: Any, engine: AsyncEngine, queue_config: Qu
     play(scenario())
 
 
+def test_the_end_alone_is_told_on_a_channel_of_its_own(
+    play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
+) -> None:
+    """Whatever ends a request: an engine that ran it, one that refuses it, one that finds it cancelled."""
+
+    async def end_of(request_id: str, body: Any) -> tuple[bytes, list[bytes | None]]:
+        async with outside.redis.pubsub() as pubsub, asyncio.timeout(60):
+            await pubsub.subscribe(f"{TAG}:end:{request_id}")
+            async for message in pubsub.listen():
+                if message["type"] == "subscribe":
+                    await outside.add(request_id, body)
+                    continue
+                fields = await outside.redis.hmget(f"{TAG}:req:{request_id}", "state", "result", "seq")
+                return message["data"], fields
+        raise AssertionError("no message has come")
+
+    async def scenario() -> None:
+        async with serving(engine, queue_config):
+            number, (state, result, seq) = await end_of("a", {"prompt": "Hello", "max_tokens": 3, "temperature": 0})
+            assert (state, number) == (b"completed", seq)
+            (choice,) = orjson.loads(result)
+            assert choice["token_ids"] == await outside.token_ids("a") and choice["text"] == await outside.text("a")
+            assert int(number) == (await outside.done("a"))["seq"]
+            _, (state, result, _) = await end_of("b", {"prompt": "Hello", "no_such_name": 1})
+            assert (state, result) == (b"rejected", b"[]")
+            await outside.redis.hset(f"{TAG}:req:c", "cancel", 1)
+            await outside.redis.expire(f"{TAG}:req:c", 3600)
+            _, (state, _, _) = await end_of("c", {"prompt": "Hello"})
+            assert state == b"cancelled"
+
+    play(scenario())
+
+
 def test_the_documented_events_have_the_fields_of_real_ones(
     play: Any, engine: AsyncEngine, queue_config: QueueConfig, outside: Outside
 ) -> None:
