@@ -229,6 +229,31 @@ def test_lost_events_are_sent_again(queue_config: QueueConfig, run: Run) -> None
     run(scenario())
 
 
+def test_that_it_has_a_token_is_said_until_the_server_knows(queue_config: QueueConfig, run: Run) -> None:
+    """Said once, and again after a server has lost it: by this an engine's death is not blamed on the request."""
+
+    async def scenario() -> None:
+        async with Bench(queue_config) as bench:
+            live = await begun(bench.client, flush_ms=0)
+            record = SHARD.record("a")
+            bench.outbox.put(live, token(5))
+            await bench.sent()
+            assert await bench.client.hget(record, "progress") == b"1"
+            await bench.client.hdel(record, "progress")
+            bench.outbox.put(live, token(6))
+            await bench.sent()
+            assert await bench.client.hget(record, "progress") is None
+            # The server is back to when it had nothing.
+            await bench.client.delete(SHARD.events("a"))
+            await bench.client.hset(record, "seq", 0)
+            bench.outbox.put(live, token(7))
+            await bench.sent()
+            assert await bench.client.hget(record, "progress") == b"1"
+            assert [item["token_ids"] for item in await events(bench.client)] == [[5], [6], [7]]
+
+    run(scenario())
+
+
 def test_requests_of_others_are_given_up(queue_config: QueueConfig, run: Run) -> None:
     async def scenario() -> None:
         async with Bench(queue_config) as bench:
