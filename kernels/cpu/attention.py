@@ -15,7 +15,8 @@ Within a segment a row has one maximum: scores, then weights, then weighted valu
 segments of a row join by their maxima and sums.
 
 Left out, since it gained nothing on a quiet machine: asking the caches ahead for the values of a streamed segment and
-its next keys; four blocks are read at once anyway.
+its next keys, four blocks being read at once anyway; and fetching the next segment, or the next item's first, evenly
+while this one is computed (in vectors 0.99 to 1.01 of the time, 64 to 96 decodes of 127 to 300 tokens, two threads).
 """
 
 from __future__ import annotations
