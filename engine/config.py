@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pagemill.engine.errors import ConfigError
 from pagemill.engine.reasoning import REASONING_PARSERS, ReasoningParserSetting
 from pagemill.engine.tool_calls import PARSERS, ToolParserSetting
-from pagemill.engine.values import as_integer, as_number, shown
+from pagemill.engine.values import as_integer, as_number, as_text, shown
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -110,8 +110,12 @@ class EngineConfig:
             "num_speculative_tokens", _within("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFTS)
         )
         self._keep("prompt_lookup_max", _within("prompt_lookup_max", self.prompt_lookup_max, 1, MAX_LOOKUP))
-        longest = self.prompt_lookup_max
-        self._keep("prompt_lookup_min", _within("prompt_lookup_min", self.prompt_lookup_min, 1, longest))
+        self._keep("prompt_lookup_min", _within("prompt_lookup_min", self.prompt_lookup_min, 1, MAX_LOOKUP))
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min must be at most prompt_lookup_max, got {self.prompt_lookup_min} "
+                f"and {self.prompt_lookup_max}"
+            )
         for name, most in _SIZES.items():
             if getattr(self, name) is not None:
                 self._keep(name, _within(name, getattr(self, name), 1, most))
@@ -174,6 +178,6 @@ def _number(name: str, value: object, bounds: str, low: float, high: float) -> f
 def _text(name: str, value: object) -> str | None:
     if isinstance(value, PathLike):
         value = fspath(value)
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{name} must be text, got {shown(value)}")
-    return value
+    if value is not None and as_text(value) is None:
+        raise ConfigError(f"{name} must be text, valid in Unicode, got {shown(value)}")
+    return as_text(value)

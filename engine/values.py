@@ -1,4 +1,4 @@
-"""Values from callers, as plain Python numbers: NumPy's pass, booleans and everything else do not."""
+"""Values from callers: NumPy's numbers pass as numbers, booleans do not; text is what can be written down."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def as_number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def as_text(value: object) -> str | None:
+    """`value` if it is text that can be written down, in a file's name and in JSON; None if it is not."""
+    if not isinstance(value, str) or "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        return None
+    return value
 
 
 def shown(value: Any) -> str:

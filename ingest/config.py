@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.values import shown
 from pagemill.ingest.address import parse_address
 from pagemill.ingest.keys import is_queue_name
 
@@ -64,7 +65,7 @@ class QueueConfig:
             if not is_queue_name(getattr(self, name)):
                 raise ConfigError(
                     f"{name} may hold letters, digits and . _ : - and at most 64 characters, "
-                    f"got {getattr(self, name)!r}"
+                    f"got {shown(getattr(self, name))}"
                 )
         whole = {"shards": (1, 1024), "default_ttl_ms": (1, 604_800_000), "max_body_bytes": (1024, 64 << 20)}
         whole |= {"blob_bytes": (0, 64 << 20), "max_attempts": (1, 100), "poll_ms": (10, 60_000)}
@@ -72,18 +73,18 @@ class QueueConfig:
         for name, (low, high) in whole.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+                raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}")
         for name in (*CAPS, "max_tenant_running_requests"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**53):
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+                raise ConfigError(f"{name} must be an integer of at least 1, got {shown(value)}")
         if not isinstance(self.refuse_without_engine, bool):
-            raise ConfigError(f"refuse_without_engine must be true or false, got {self.refuse_without_engine!r}")
+            raise ConfigError(f"refuse_without_engine must be true or false, got {shown(self.refuse_without_engine)}")
         seconds = {"result_ttl_s": 1.0, "replay_ttl_s": 1.0, "idempotency_ttl_s": 1.0, "heartbeat_timeout_s": 0.2}
         for name, least in (seconds | {"drain_timeout_s": 0.0}).items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 31_536_000:
-                raise ConfigError(f"{name} must be a number of seconds in [{least:g}, 31536000], got {value!r}")
+                raise ConfigError(f"{name} must be a number of seconds in [{least:g}, 31536000], got {shown(value)}")
         if self.replay_ttl_s > self.result_ttl_s:
             raise ConfigError("replay_ttl_s must be at most result_ttl_s: the record must outlive the events")
 

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from pagemill.adapters.cli.foreign_words import error_line
 from pagemill.adapters.cli.parser import given_settings, make_parser, parse
 from pagemill.adapters.cli.settings import load_settings
 from pagemill.adapters.cli.status import DONE, FAILED, INTERRUPTED, UNREACHABLE, USAGE, UnreachableError
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         if getattr(args, "debug", False):
             traceback.print_exc()
         status, message = _explain(error)
-        print(f"pagemill: {message}", file=sys.stderr)
+        print(f"pagemill: {error_line(message)}", file=sys.stderr)
         return status
     except KeyboardInterrupt:
         return INTERRUPTED

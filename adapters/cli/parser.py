@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from pagemill.adapters.cli.foreign_words import error_line
 from pagemill.adapters.cli.request_flags import BODY_PREFIX, add_request_flags
 from pagemill.adapters.cli.settings import Group, Setting, nearest, settings_table
 from pagemill.adapters.cli.simulate_flags import add_flags as add_simulate_flags
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     """Errors are one line that says what to do, exit status 2."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        print(f"{self.prog}: {error_line(message)} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
 
@@ -69,6 +70,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     words = [word for word in arguments if not word.startswith("-")]
     if words and not any(word in known for word in words) and arguments[0] == words[0]:
         parser.error(f"unknown command {words[0]!r}{nearest(words[0], known)}")
+    for word in arguments:
+        if word.startswith("--") and word.endswith("=--"):
+            parser.error(
+                f"{word.removesuffix('=--')} needs a value, -- is none"
+            )  # argparse would take it for an empty list
     args, rest = parser.parse_known_args(arguments)
     if rest:
         chosen = known.get(args.command, parser)

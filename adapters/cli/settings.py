@@ -20,6 +20,7 @@ from pagemill.adapters.http.config import GatewayConfig
 from pagemill.adapters.webhook.config import WebhookConfig
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.values import as_text
 from pagemill.engine.values import shown as brief
 from pagemill.ingest.config import QueueConfig
 
@@ -54,9 +55,11 @@ class ProcessConfig:
             ("log_format", ("auto", "human", "json")),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {brief(getattr(self, name))}")
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port!r}")
+            raise ConfigError(f"port must be in [0, 65535], got {brief(self.port)}")
+        if self.data_dir is not None and as_text(self.data_dir) is None:
+            raise ConfigError(f"data_dir must be text, valid in Unicode, got {brief(self.data_dir)}")
 
 
 _CLASSES: dict[Group, type[Any]] = {
@@ -213,7 +216,7 @@ def _read_file(path: Path, table: Mapping[str, Setting]) -> dict[str, Any]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read settings from {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no TOML, no UTF-8, or a number of more digits than Python reads
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid TOML: nested too deeply") from error

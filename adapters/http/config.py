@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.values import as_text, shown
 
 _QUEUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
 
@@ -44,6 +45,9 @@ class GatewayConfig:
     http_tenant_requests: int | None = _setting(None, "generations that a tenant may have open at once")
 
     def __post_init__(self) -> None:
+        for name in ("api_keys", "api_keys_file", "models", "cors_origins"):
+            if getattr(self, name) is not None and as_text(getattr(self, name)) is None:
+                raise ConfigError(f"{name} must be text, valid in Unicode")
         whole: dict[str, tuple[int, int]] = {"http_port": (0, 65535), "http_max_body_bytes": (1024, 256 << 20)}
         whole |= {"http_max_file_bytes": (1024, 1 << 30), "http_batch_requests": (1, 4096)}
         for name in ("http_tenant_requests_per_minute", "http_tenant_requests"):
@@ -52,25 +56,25 @@ class GatewayConfig:
         for name, (low, high) in whole.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+                raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}")
         for name in ("read_timeout", "write_timeout", "idle_timeout", "ping", "drain_timeout", "file_ttl"):
             value = getattr(self, f"http_{name}_s")
             least = 0 if name == "drain_timeout" else 0.05
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 2_592_000:
-                raise ConfigError(f"http_{name}_s must be a number in [{least}, 2592000], got {value!r}")
-        if not isinstance(self.http_host, str) or not self.http_host:
-            raise ConfigError(f"http_host must be an address to listen on, got {self.http_host!r}")
+                raise ConfigError(f"http_{name}_s must be a number in [{least}, 2592000], got {shown(value)}")
+        if not as_text(self.http_host):
+            raise ConfigError(f"http_host must be an address to listen on, got {shown(self.http_host)}")
         if not is_loopback(self.http_host) and self.api_keys is None and self.api_keys_file is None:
             raise ConfigError(
-                f"http_host {self.http_host!r} can be reached from other machines: set api_keys or api_keys_file, "
+                f"http_host {shown(self.http_host)} can be reached from other machines: set api_keys or api_keys_file, "
                 "or listen on 127.0.0.1"
             )
         for model, queue in self.queues.items():
             if not model or not _QUEUE.fullmatch(queue):
-                raise ConfigError(f"models must be name=queue pairs with commas between, got {self.models!r}")
+                raise ConfigError(f"models must be name=queue pairs with commas between, got {shown(self.models)}")
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
-                raise ConfigError(f"cors_origins must be origins such as https://app.example.org, got {origin!r}")
+                raise ConfigError(f"cors_origins must be origins such as https://app.example.org, got {shown(origin)}")
 
     @property
     def queues(self) -> dict[str, str]:

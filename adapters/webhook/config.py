@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.engine.errors import ConfigError
+from pagemill.engine.values import as_text, shown
 
 
 def _setting(default: Any, help_text: str) -> Any:
@@ -38,6 +39,10 @@ class WebhookConfig:
     webhook_poll_ms: int = _setting(200, "how often the outbox is looked at")
 
     def __post_init__(self) -> None:
+        for name in ("webhook_secrets", "webhook_allow", "webhook_ports", "webhook_proxy", "webhook_delays_s"):
+            value = getattr(self, name)
+            if as_text(value) is None and (value is not None or name not in ("webhook_secrets", "webhook_proxy")):
+                raise ConfigError(f"{name} must be text, valid in Unicode, got {shown(value)}")
         whole = {"webhook_concurrency": (1, 4096), "webhook_endpoint_concurrency": (1, 4096)}
         for name in ("webhook_tenant_concurrency", "webhook_tenant_lookups"):
             if getattr(self, name) is not None:
@@ -45,10 +50,10 @@ class WebhookConfig:
         for name, (low, high) in (whole | {"webhook_poll_ms": (10, 60_000)}).items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+                raise ConfigError(f"{name} must be an integer in [{low}, {high}], got {shown(value)}")
         timeout = self.webhook_timeout_s
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0.1 <= timeout <= 300:
-            raise ConfigError(f"webhook_timeout_s must be a number of seconds in [0.1, 300], got {timeout!r}")
+            raise ConfigError(f"webhook_timeout_s must be a number of seconds in [0.1, 300], got {shown(timeout)}")
         if self.webhook_proxy is not None and not self.webhook_proxy.startswith("http://"):
             raise ConfigError("webhook_proxy must start with http://")
         _ = self.delays, self.ports
@@ -58,12 +63,12 @@ class WebhookConfig:
         """Seconds before the second try, the third, and so on."""
         try:
             delays = tuple(float(part) for part in self.webhook_delays_s.split(",") if part.strip())
-        except (ValueError, AttributeError):
+        except ValueError:
             delays = (-1.0,)
         if len(delays) > 50 or not all(0 <= delay <= 172_800 for delay in delays):
             raise ConfigError(
                 f"webhook_delays_s must be up to 50 numbers in [0, 172800] with commas between, "
-                f"got {self.webhook_delays_s!r}"
+                f"got {shown(self.webhook_delays_s)}"
             )
         return delays
 
@@ -71,8 +76,8 @@ class WebhookConfig:
     def ports(self) -> frozenset[int]:
         try:
             ports = frozenset(int(part) for part in self.webhook_ports.split(",") if part.strip())
-        except (ValueError, AttributeError):
+        except ValueError:
             ports = frozenset((0,))
         if not all(0 < port < 65536 for port in ports):
-            raise ConfigError(f"webhook_ports must be ports with commas between, got {self.webhook_ports!r}")
+            raise ConfigError(f"webhook_ports must be ports with commas between, got {shown(self.webhook_ports)}")
         return ports

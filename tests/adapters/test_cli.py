@@ -84,6 +84,9 @@ def test_no_command_shows_the_help_and_version_the_version() -> None:
         (("engine", "--redis-url", "redis://127.0.0.1:6379/name"), 2, "database number"),
         (("serve", "--data-dir", "/dev/null/x", "--port", "0", "--http-port", "0"), 2, "data_dir /dev/null/x"),
         (("config", "--block-size", "9" * 5000), 2, "is not an integer"),
+        (("config", "--settings=--"), 2, "--settings needs a value"),
+        (("config", "--settings", "two\nlines"), 2, "two\\nlines"),
+        (("config", "--served-model-name", "\udcff"), 2, "served_model_name must be text"),
         (("demo", "--chats", "0"), 2, "--chats"),
         (("hooks", "retry"), 2, "or --all"),
         (("hooks", "disable", "ftp://x"), 1, "callback.url"),
@@ -103,6 +106,11 @@ def test_an_error_is_one_line_and_a_status(
     assert len(ran.stderr.strip().splitlines()) == 1
     assert len(ran.stderr) < 300 and "pa/ss" not in ran.stderr
     assert ran.stdout == ""
+
+
+def test_an_error_is_no_longer_for_a_value_of_many_digits(tmp_path: Path) -> None:
+    ran = pagemill("submit", "x", "--seed", "9" * 5000, cwd=tmp_path)
+    assert ran.returncode == 2 and "argument --seed" in ran.stderr and len(ran.stderr) < 1200
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 import structlog
 
 from pagemill.adapters.cli.main import run
-from pagemill.adapters.cli.settings import load_settings, settings_table, shown, without_password
+from pagemill.adapters.cli.settings import ProcessConfig, load_settings, settings_table, shown, without_password
 from pagemill.adapters.http.config import GatewayConfig
+from pagemill.adapters.webhook.config import WebhookConfig
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.config import QueueConfig
@@ -78,6 +79,7 @@ def test_a_settings_file_may_be_named_and_must_then_be_there(tmp_path: Path) -> 
         ('block_size = "3"', {}, "block_size .*is not an integer"),
         ("block_size = true", {}, "block_size .*is not an integer"),
         ("enable_prefix_caching = 1", {}, "enable_prefix_caching .*is not true or false"),
+        ("block_size = " + "9" * 5000, {}, r"pagemill\.toml is not valid TOML: .*digits"),
         ("block_size = " + "[" * 3000 + "]" * 3000, {}, "nested too deeply"),
         ("", {"PAGEMILL_BLOKSIZE": "3"}, "unknown setting PAGEMILL_BLOKSIZE.*did you mean PAGEMILL_BLOCK_SIZE"),
         ("", {"PAGEMILL_BLOCK_SIZE": "many"}, r"block_size \(PAGEMILL_BLOCK_SIZE\): 'many' is not an integer"),
@@ -132,6 +134,23 @@ def test_ranges_are_checked_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert run(["config", *arguments]) == 2
         assert name in capsys.readouterr().err
+
+
+ODD: list[Any] = [None, True, -1, 0, 10**5000, 1e308, float("nan"), "", "\udcff", "\0", "9" * 5000, "[", b"x", [1], {}]
+
+
+@pytest.mark.parametrize("config", [EngineConfig, QueueConfig, GatewayConfig, WebhookConfig, ProcessConfig])
+def test_whatever_a_setting_is_set_to_the_error_names_it_and_is_short(config: Any) -> None:
+    for field in dataclasses.fields(config):
+        refused = 0
+        for value in ODD:
+            try:
+                config(**{field.name: value})
+            except ConfigError as error:
+                refused += 1
+                assert field.name in str(error) and len(str(error)) < 400
+                str(error).encode()
+        assert refused >= 3, f"{field.name} takes nearly anything"
 
 
 def test_passwords_are_never_shown() -> None:
