@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from pagemill.engine import openmp
-from pagemill.engine.batch import BatchBuilder, PromptRows
+from pagemill.engine.batch import BatchBuilder, PromptRows, StepBatch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.device import device_of
 from pagemill.engine.errors import ConfigError
@@ -146,7 +146,6 @@ class ModelRunner:
         result.copy_s = copy_s
         return result
 
-    @torch.inference_mode()
     def _compute(self, scheduled: list[ScheduledSequence], pool: KVPool) -> StepResult:
         if not scheduled:
             return StepResult()
@@ -155,6 +154,10 @@ class ModelRunner:
         if batch.only_draws and batch.num_rows and compiled is not None:
             drawn = compiled.draw(batch.token_ids, batch.meta, pool.layers, batch.wanted, batch.sampling)
             return StepResult(share_draws(batch.sampled, drawn))
+        return self._compute_parts(batch, pool)
+
+    @torch.inference_mode()
+    def _compute_parts(self, batch: StepBatch, pool: KVPool) -> StepResult:
         hidden = self._model.forward(batch.token_ids, batch.meta, pool.layers, batch.wanted)
         result = StepResult()
         sampled = batch.num_rows

@@ -22,14 +22,17 @@ class ReusedMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memory: npt.NDArray[np.float32] = np.empty(0, np.float32)
+        self._address = 0
 
-    def array(self, rows: int, columns: int) -> npt.NDArray[np.float32]:
-        """[rows, columns], its content whatever was there."""
+    def lend(self, size: int) -> tuple[npt.NDArray[np.float32], int]:
+        """An array of so many elements or more, whatever they are, and its address."""
         with self._lock:
-            if self._memory.size < rows * columns or sys.getrefcount(self._memory) > _UNUSED:
-                self._memory = np.empty(rows * columns, np.float32)
-            return self._memory[: rows * columns].reshape(rows, columns)
+            if self._memory.size < size or sys.getrefcount(self._memory) > _UNUSED:
+                self._memory = np.empty(size, np.float32)
+                self._address = self._memory.ctypes.data
+            return self._memory, self._address
 
     def empty(self, rows: int, columns: int) -> torch.Tensor:
-        """The same as a tensor."""
-        return torch.from_numpy(self.array(rows, columns))
+        """[rows, columns], its content whatever was there."""
+        memory, _ = self.lend(rows * columns)
+        return torch.from_numpy(memory[: rows * columns].reshape(rows, columns))
