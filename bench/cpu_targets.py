@@ -40,7 +40,7 @@ TARGETS = (
 )
 
 KNOWN_CALLS = re.compile(
-    r"_?(NRT_\w+|numba_\w+|sched_yield|clock_gettime|mem(cpy|set|move)"
+    r"_?(NRT_\w+|numba_\w+|sched_yield|clock_gettime|sem_(init|post|wait)|mem(cpy|set|move)"
     r"|(exp|log|log10|fma|floor|rint|pow)f?|Py\w+|_Py\w+)"
 )
 """What numba, the interpreter and the C library bring."""

@@ -48,6 +48,16 @@ def available_cores(root: Path = Path("/")) -> int:
     return max(1, cores)
 
 
+def processor_features(root: Path = Path("/")) -> frozenset[str]:
+    """What the processor can do, as Linux calls it: avx2, avx512_bf16, amx_bf16; on Arm asimd, bf16. Nothing elsewhere.
+    (torch says it under names of its own, from a later release on than the oldest that is supported.)"""
+    for line in _read_text(root / "proc" / "cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
 def _affine_cores() -> int:
     try:
         return len(os.sched_getaffinity(0))

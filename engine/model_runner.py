@@ -19,7 +19,7 @@ from pagemill.engine.errors import ConfigError
 from pagemill.engine.kv_pool import KVPool
 from pagemill.engine.loader import ModelFolder, Progress, no_progress
 from pagemill.engine.logprobs import PositionLogprobs
-from pagemill.engine.machine import available_cores, memory_limit, process_memory
+from pagemill.engine.machine import available_cores, memory_limit, process_memory, processor_features
 from pagemill.engine.memory import MIB, BudgetTable, CpuMemory, CudaMemory, MemoryMeter, size_pool
 from pagemill.engine.models import check_architecture, load_model
 from pagemill.engine.models.base import Loading
@@ -300,8 +300,7 @@ def _dtype(config: EngineConfig, device: str) -> torch.dtype:
         return _DTYPES[config.dtype]
     if device == "cuda":
         return torch.bfloat16
-    features = torch.cpu.get_capabilities()
-    return torch.bfloat16 if any(features.get(name) for name in _BFLOAT16_FEATURES) else torch.float32
+    return torch.bfloat16 if processor_features() & _BFLOAT16_FEATURES else torch.float32
 
 
-_BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
+_BFLOAT16_FEATURES = {"avx512_bf16", "amx_bf16", "bf16"}

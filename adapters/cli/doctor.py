@@ -151,11 +151,10 @@ def _device(settings: Settings) -> Iterator[Finding]:
         yield Finding("fail", "device", "device is cuda, and no usable CUDA device is here")
     else:
         from pagemill.engine import openmp
-        from pagemill.engine.machine import available_cores
+        from pagemill.engine.machine import available_cores, processor_features
 
         openmp.let_go()  # as an engine does
-        features = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
-        wide = [name for name in features if "bf16" in name or name in ("avx2", "avx512_f", "sve")]
+        wide = [name for name in sorted(processor_features()) if "bf16" in name or name in ("avx2", "avx512f", "sve")]
         yield Finding("ok", "device", f"cpu: {available_cores()} cores, {', '.join(wide) or 'no wide instructions'}")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ConfigError
-from pagemill.engine.machine import available_cores, memory_limit, process_memory
+from pagemill.engine.machine import available_cores, memory_limit, process_memory, processor_features
 from pagemill.engine.memory import BudgetTable, CpuMemory, size_pool
 
 GIB = 1 << 30
@@ -255,3 +255,13 @@ def test_a_pool_too_small_or_too_large_is_refused_with_numbers(settings: dict[st
 
 def test_one_block_is_enough_for_a_context_of_one_block() -> None:
     assert size(EngineConfig(num_blocks_override=1, block_size=256), max_model_len=200).num_blocks == 2
+
+
+def test_what_a_processor_can_do_is_read_where_linux_says_it(tmp_path: Path) -> None:
+    assert processor_features(tmp_path) == frozenset()
+    info = tmp_path / "proc" / "cpuinfo"
+    info.parent.mkdir()
+    info.write_text("processor\t: 0\nvmx flags\t: vnmi\nflags\t\t: fpu avx2 avx512_bf16\n\nflags\t: other\n")
+    assert processor_features(tmp_path) == {"fpu", "avx2", "avx512_bf16"}
+    info.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\nCPU implementer\t: 0x41\n")
+    assert processor_features(tmp_path) == {"fp", "asimd", "bf16"}
