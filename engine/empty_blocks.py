@@ -4,8 +4,9 @@ Attention reads neighbouring blocks faster than scattered ones (docs/architectur
 sequence that grows is given the blocks behind its last one as far as they are empty. Otherwise it begins anew in a run
 that is long enough, the shortest that is found, and a few blocks in, since what lies before the run belongs to somebody
 who may grow too. Where no run is as long as that, a long one is shared: it begins about in the middle. Where all are
-shorter than what is wanted, several are used up. Nobody is refused for want of a run: any empty block serves any
-sequence, and runs are only a preference.
+shorter than what is wanted, several are used up. In blocks that nobody has used yet no room is left: their memory is
+committed as they are first written, which costs more than a run is worth. Nobody is refused for want of a run: any
+empty block serves any sequence, and runs are only a preference.
 
 Every run knows its other end at both of its ends, and runs hang in lists by the bit length of their length, with one
 word to tell which lists hold any (the segregated fit of Masmano et al., "TLSF", 2004, over ids instead of bytes). So
@@ -28,7 +29,7 @@ runs of chat traffic (`bench/block_runs.py`)."""
 class EmptyBlocks:
     """Ids from 1 to `num_blocks` - 1. At first all are here."""
 
-    __slots__ = ("_end", "_first", "_follows", "_here", "_lists", "_precedes", "count")
+    __slots__ = ("_end", "_first", "_follows", "_here", "_lists", "_precedes", "_used", "count")
 
     def __init__(self, num_blocks: int) -> None:
         self.count = num_blocks - 1
@@ -38,6 +39,7 @@ class EmptyBlocks:
         self._first = [0] * (num_blocks.bit_length() + 1)  # by bit length of a run's length; 0: there is none
         self._follows = [0] * num_blocks  # the next and the previous run of the list, by first block
         self._precedes = [0] * num_blocks
+        self._used = 0  # the largest id that was ever taken
         self._lists = 0  # bit n: list n holds a run
         if self.count:
             self._link(1, self.count)
@@ -68,7 +70,7 @@ class EmptyBlocks:
             first = self._long_enough(left + ROOM) or self._first[self._lists.bit_length() - 1]
             length = self._end[first] - first + 1
             wanted = min(left, length)
-            room = min(ROOM, (length - wanted) // 2) if first > 1 else 0
+            room = min(ROOM, (length - wanted) // 2, max(0, self._used + 1 - first)) if first > 1 else 0
             others += self._cut(first, first + room, wanted)
         others.sort()
         return taken + others
@@ -120,6 +122,7 @@ class EmptyBlocks:
             self._link(first, begin - 1)
         if end <= last:
             self._link(end, last)
+        self._used = max(self._used, end - 1)
         return list(range(begin, end))
 
     def _link(self, first: int, last: int) -> None:

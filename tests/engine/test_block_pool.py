@@ -89,6 +89,7 @@ def test_check_sees_a_leak_and_a_double_hold_and_passes_over_null_blocks() -> No
 
 def test_a_sequence_gets_the_blocks_behind_its_last_and_leaves_others_room() -> None:
     pool = BlockPool(100)
+    pool.free(pool.allocate(99))
     first, second = pool.allocate(3), pool.allocate(3)
     assert first == [1, 2, 3]
     assert second == [12, 13, 14], "eight blocks are left for the first to grow"

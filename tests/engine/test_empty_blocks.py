@@ -53,11 +53,21 @@ def test_runs_are_those_of_a_set_whatever_is_taken_and_put_back(num_blocks: int)
 
 def test_who_begins_leaves_room_and_shares_what_is_short() -> None:
     empty = EmptyBlocks(61)
+    for block in empty.take(60, 0):
+        empty.add(block)
     assert empty.take(4, 0) == [1, 2, 3, 4], "nobody lies before the first block"
     assert empty.take(4, 0) == [5 + ROOM + index for index in range(4)]
     assert empty.take(44 - ROOM, 16) == list(range(17, 61 - ROOM))
     assert dict(empty.runs()) == {5: ROOM, 61 - ROOM: ROOM}
     assert empty.take(2, 0) == [56, 57], "the middle of what is left"
+
+
+def test_no_room_is_left_in_blocks_that_were_never_used() -> None:
+    empty = EmptyBlocks(100)
+    assert empty.take(4, 0) + empty.take(4, 0) == [1, 2, 3, 4, 5, 6, 7, 8]
+    for block in (5, 6, 7, 8):
+        empty.add(block)
+    assert empty.take(4, 0) == [9, 10, 11, 12], "room of the four that were used"
 
 
 @pytest.mark.parametrize(("count", "length"), [(2, 20), (12, 20), (13, 60), (50, 60), (60, 200), (150, 200)])
