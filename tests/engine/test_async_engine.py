@@ -248,7 +248,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once(folder: Path) -> None:
         for warm in range(2):  # until rates and lengths are known
             await (await fill(f"warm{warm}")).end()
         before = engine.outlook
-        streams = [await fill(f"r{n}") for n in range(60)]
+        streams = [await fill(f"r{n}") for n in range(180)]  # seconds of work: the benefit of the doubt is half of one
         for stream in streams:  # until the outlook, which is made now and then, knows of them
             await stream.until(lambda stream=stream: stream.finished or engine.outlook is not before)
             if engine.outlook is not before:
