@@ -240,7 +240,8 @@ class CpuDecoder:
             self._places = self._ids.data_ptr(), self._wanted.data_ptr(), len(rows)
         wanted = self._places[2]
         if sampling is not self._sampling:
-            self._columns[:] = [_data(column, wanted) for column in _columns(sampling)]
+            pairs = zip(_columns(sampling), _DRAW_TYPES, strict=True)
+            self._columns[:] = [_data(column, wanted, dtype) for column, dtype in pairs]
             self._sampling = sampling
         if len(self._drawn) < wanted:
             self._drawn = np.empty(wanted, np.int64)
@@ -322,6 +323,9 @@ def attention_work(meta: AttentionMetadata, items: int, kv: LayerKV) -> int:
     return int(meta.host.seq_lens.sum()) * kv.num_kv_heads * kv.head_dim if items > 1 else 0
 
 
+_DRAW_TYPES = (np.float32, np.int32, np.float32, np.float32, np.uint64, np.int64, np.int32)
+
+
 def _columns(sampling: SampleBatch) -> tuple[npt.NDArray[Any], ...]:
     return (
         sampling.temperature,
@@ -334,9 +338,9 @@ def _columns(sampling: SampleBatch) -> tuple[npt.NDArray[Any], ...]:
     )
 
 
-def _data(column: npt.NDArray[Any], rows: int) -> int:
-    if column.shape != (rows,) or not column.flags.c_contiguous:
-        raise ValueError(f"expected a draw for each of {rows} rows, got shape {column.shape}")
+def _data(column: npt.NDArray[Any], rows: int, dtype: type) -> int:
+    if column.shape != (rows,) or column.dtype != dtype or not column.flags.c_contiguous:
+        raise ValueError(f"expected {dtype.__name__} for each of {rows} rows, got {column.dtype} {column.shape}")
     return column.ctypes.data
 
 

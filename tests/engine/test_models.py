@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -175,6 +177,20 @@ def test_steps_in_one_call_draw_what_their_operations_draw(saved: Saved, dtype: 
         found.append([drawn, runner._pool._pool[:, 1:].clone()])
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_draws_of_another_type_or_number_are_refused_by_a_step_in_one_call(tmp_path: Path) -> None:
+    """They are read by address: nothing else would notice."""
+    runner = make_runner(save_model(CONFIGS["llama-gqa"](), tmp_path), "cpu", block_size=8)
+    driver = Driver(runner)
+    compiled: Any = runner._model.compiled
+    item = ScheduledSequence(driver.request([3, 2], SamplingParams(temperature=0.0)), 0, 2, driver.blocks(8), True)
+    batch = BatchBuilder(block_size=8, vocab_size=VOCAB, device="cpu").build([item])
+    place = (batch.token_ids, batch.meta, runner._pool.layers, batch.wanted)
+    for wrong in ({"position": np.zeros(1, np.int32)}, {"seed": np.zeros(2, np.uint64)}):
+        with pytest.raises(ValueError, match="for each of 1 rows"):
+            compiled.draw(*place, dataclasses.replace(batch.sampling, **wrong))
+    assert len(compiled.draw(*place, batch.sampling)) == 1
 
 
 def test_ids_that_the_vocabulary_has_not_are_refused_by_a_step_in_one_call(tmp_path: Path) -> None:
