@@ -2,13 +2,14 @@
 
 What a sequence brings to every step, its block table and how its tokens are drawn, is kept in rows (`batch_rows`). A
 step that only draws one token more for each sequence, as most do, also keeps the arrays themselves and fills them
-anew. Other steps, with chunks of prompts, drafts, several choices or beams, are computed for the whole batch at once.
+anew; and where it is the last one again, each sequence one token further, it leaves even that to compiled code that
+can. Other steps, with chunks of prompts, drafts, several choices or beams, are computed for the whole batch at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -58,6 +59,9 @@ class StepBatch:
     begin; sampling: how they are made. prompts: log-probabilities of prompt tokens, of other rows. only_draws: whether
     all that is wanted of the logits is one draw from each row, as it is.
 
+    advance: where it is not None the arrays are still those of the last step, of the same sequences, and their tokens
+    now are what compiled code drew for them. It brings the arrays one token further; or compiled code does.
+
     Valid until the next batch is built: arrays are used again.
     """
 
@@ -71,6 +75,7 @@ class StepBatch:
     sampling: SampleBatch
     prompts: list[PromptRows]
     only_draws: bool
+    advance: Callable[[], None] | None = None
 
 
 class BatchBuilder:
@@ -82,18 +87,33 @@ class BatchBuilder:
         self._device = device
         self._rows = BatchRows()
         self._decodes: _Decodes | None = None
+        self.drawn: list[int] | None = None
+        """What compiled code drew in the batch that was built last: set by whoever had it drawn."""
 
     def build(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
         """`scheduled` has at least one sequence, each with at least one token."""
-        rows = self._rows
-        if rows.update([item.request for item in scheduled], [item.block_ids for item in scheduled]):
+        rows, drawn = self._rows, self.drawn
+        self.drawn = None
+        requests, tables, starts, tokens = [], [], [], []
+        one_draw = only_decodes = True
+        for item in scheduled:
+            request, start = item.request, item.start
+            requests.append(request)
+            tables.append(item.block_ids)
+            starts.append(start)
+            # What decides the next token is the last one known.
+            tokens.append((request.output_token_ids or request.prompt_token_ids)[-1])
+            if item.drafts or item.top or request.seats > 1:
+                one_draw = only_decodes = False
+            elif item.num_tokens != 1 or not item.samples:
+                only_decodes = False
+        if rows.update(requests, tables):
             self._decodes = None
-        one_draw, only_decodes = (False, False) if rows.marked else _kind(scheduled)
-        if not only_decodes:
-            return self._step(scheduled, one_draw=one_draw)
+        if rows.marked or not only_decodes:
+            return self._step(scheduled, one_draw=one_draw and not rows.marked)
         if self._decodes is None:
             self._decodes = _Decodes(rows, self._block_size, self._device)
-        return self._decodes.fill(scheduled)
+        return self._decodes.fill(starts, tokens, drawn)
 
     def _step(self, scheduled: Sequence[ScheduledSequence], *, one_draw: bool) -> StepBatch:
         """A step of any kind. `one_draw`: no sampled sequence wants more than one."""
@@ -210,22 +230,30 @@ class _Decodes:
             )
         ]
         self._batch = self._of(self._tensors)
+        self._further = replace(self._batch, advance=self._write)
+        self._rows = rows
+        self._starts: list[int] = []
+        self._tokens: list[int] = []
 
-    def fill(self, scheduled: Sequence[ScheduledSequence]) -> StepBatch:
-        host, size = self._host, self._block_size
-        starts = [item.start for item in scheduled]
-        # What decides the next token is the last one known.
-        self._token_ids[:] = [(each.output_token_ids or each.prompt_token_ids)[-1] for each in self._requests]
-        self._outputs[:] = [len(each.output_token_ids) for each in self._requests]
-        host.positions[:] = starts
-        np.add(host.positions, 1, out=host.seq_lens, casting="unsafe")
-        host.slot_mapping[:] = [
-            item.block_ids[start // size] * size + start % size for item, start in zip(scheduled, starts, strict=True)
-        ]
+    def fill(self, starts: list[int], tokens: list[int], drawn: list[int] | None) -> StepBatch:
+        """`tokens` are at `starts`. `drawn`: what compiled code drew in the step before, where it did."""
+        before, self._starts, self._tokens = self._starts, starts, tokens
+        if drawn is not None and tokens == drawn and before == [start - 1 for start in starts]:
+            return self._further
+        self._write()
         if self._device != "cpu":
             return self._of([tensor.to(self._device, non_blocking=True) for tensor in self._tensors])
-        self._batch.meta.renew()
         return self._batch
+
+    def _write(self) -> None:
+        host, size = self._host, self._block_size
+        self._token_ids[:] = self._tokens
+        self._outputs[:] = [len(each.output_token_ids) for each in self._requests]
+        host.positions[:] = self._starts
+        np.add(host.positions, 1, out=host.seq_lens, casting="unsafe")
+        blocks = self._rows.tables[self._places, host.positions // size]
+        host.slot_mapping[:] = blocks.astype(np.int64) * size + host.positions % size
+        self._batch.meta.renew()
 
     def _of(self, tensors: list[torch.Tensor]) -> StepBatch:
         token_ids, wanted, query_start, seq_lens, block_tables, slot_mapping, positions = tensors
@@ -241,17 +269,6 @@ class _Decodes:
             prompts=[],
             only_draws=True,
         )
-
-
-def _kind(scheduled: Sequence[ScheduledSequence]) -> tuple[bool, bool]:
-    """Whether no sequence wants more than one draw; and whether that is all, each having one token to compute."""
-    only_decodes = True
-    for item in scheduled:
-        if item.drafts or item.top or item.request.seats > 1:
-            return False, False
-        if item.num_tokens != 1 or not item.samples:
-            only_decodes = False
-    return True, only_decodes
 
 
 def _token_ids(item: ScheduledSequence) -> list[int]:

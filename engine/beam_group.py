@@ -53,6 +53,9 @@ class BeamGroup(Group):
             self._offers[sequence] = _possible(sampled.tokens, sampled.top_logprobs)
         return [] if self._started else [self._start(SequenceOutput(self.request_id))]
 
+    def pass_on(self, sequence: Request, token_id: int) -> list[SequenceOutput] | None:
+        return None  # no beam is drawn from
+
     def end_step(self) -> list[SequenceOutput]:
         if not self._offers:
             return []

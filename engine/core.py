@@ -16,7 +16,7 @@ from pagemill.engine.outputs import SequenceOutput
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.sampling_group import SamplingGroup
 from pagemill.engine.scheduler import Scheduler
-from pagemill.engine.scheduler_output import SchedulerOutput, StepResult
+from pagemill.engine.scheduler_output import Sampled, ScheduledSequence, SchedulerOutput, StepResult
 from pagemill.engine.sequence_group import SequenceGroup
 from pagemill.engine.tokenizer import Tokenizer
 
@@ -85,8 +85,15 @@ class EngineCore:
         self.step_tokens = output.num_tokens
         before = self._clock()
         result = self._runner.execute(output)
-        self._observe(output, result, self._clock() - before)
+        seconds = self._clock() - before
+        if not output.moves:
+            self.scheduler.observe(output, seconds)
+        if output.moves or output.num_tokens >= PREFILL_STEP:
+            self._observe(output, result, seconds)
         self.scheduler.commit(output, result.sampled)
+        if result.drawn is not None:
+            self._pass_on(output.scheduled, result.drawn, results)
+            return results
         sampled = iter(result.sampled)
         touched: dict[SequenceGroup, list[SequenceOutput]] = {}
         groups, prompt_logprobs = self._groups, result.prompt_logprobs
@@ -106,6 +113,30 @@ class EngineCore:
             results += self._collect(group, outputs)
         return results
 
+    def _pass_on(
+        self, scheduled: Sequence[ScheduledSequence], drawn: Sequence[int], results: list[SequenceOutput]
+    ) -> None:
+        """A step of which nothing was wanted but one token for each sequence that is done with its prompt: most are
+        such, and each Python object in the way of a token is another cold line of the cache."""
+        groups, finished, place = self._groups, RequestStatus.FINISHED, 0
+        for item in scheduled:
+            request, token_id = item.request, None
+            if item.samples:
+                token_id = drawn[place]
+                place += 1
+            group = groups.get(request.request_id)
+            if group is None or request.status is finished:
+                continue
+            if token_id is not None:
+                outputs = group.pass_on(request, token_id)
+                if outputs is not None:
+                    results += outputs
+                    if outputs[-1].final:
+                        del groups[group.request_id]
+                    continue
+            outputs = group.advance(request, None if token_id is None else Sampled([token_id]))
+            results += self._collect(group, [*outputs, *group.end_step()])
+
     def check(self) -> None:
         """Assert the invariants of everything below, and that no finished request is remembered."""
         self.scheduler.check()
@@ -119,8 +150,6 @@ class EngineCore:
 
     def _observe(self, output: SchedulerOutput, result: StepResult, seconds: float) -> None:
         """Learn what computing and moving cost here."""
-        if not output.moves:
-            self.scheduler.observe(output, seconds)
         cost = self.scheduler.preemption.cost
         swaps = sum(move.kind != "copy" for move in output.moves)
         if swaps and result.copy_s > 0:

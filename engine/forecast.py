@@ -172,6 +172,9 @@ class _Change:
         return float(np.minimum(mean + SAFETY * np.sqrt(variance), worst).max())
 
 
+_NOTHING = 0.0, 0.0, 0.0, 0.0, 0.0
+
+
 class StepTimes:
     """How long a step of so many tokens takes: overhead + tokens x time per token, fitted to the recent steps.
 
@@ -182,7 +185,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._sums: tuple[float, ...] = (0.0,) * 5
+        self._sums = _NOTHING
         self._fit = (0.0, 0.0)
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -193,12 +196,15 @@ class StepTimes:
         if expected > 0.0:
             if seconds < expected / 4:
                 self._steps = 0
-                self._sums = (0.0,) * 5
+                self._sums = _NOTHING
             else:
                 seconds = min(seconds, expected * 4)
         self._steps += 1
-        values = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        weight, x, y, xx, xy = self._sums = tuple(FORGET * a + b for a, b in zip(self._sums, values, strict=True))
+        weight, x, y, xx, xy = self._sums
+        weight = FORGET * weight + 1.0
+        x, y = FORGET * x + tokens, FORGET * y + seconds
+        xx, xy = FORGET * xx + tokens * tokens, FORGET * xy + tokens * seconds
+        self._sums = weight, x, y, xx, xy
         spread = weight * xx - x * x
         # Steps of nearly one size tell no slope; then every size is taken to last as long.
         slope = (weight * xy - x * y) / spread if spread > 0.01 * x * x else 0.0

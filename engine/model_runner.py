@@ -152,8 +152,20 @@ class ModelRunner:
         batch = self._batches.build(scheduled)
         compiled = self._model.compiled
         if batch.only_draws and batch.num_rows and compiled is not None:
-            drawn = compiled.draw(batch.token_ids, batch.meta, pool.layers, batch.wanted, batch.sampling)
+            drawn = compiled.draw(
+                batch.token_ids,
+                batch.meta,
+                pool.layers,
+                batch.wanted,
+                batch.sampling,
+                advance=batch.advance is not None,
+            )
+            self._batches.drawn = drawn
+            if batch.sampled is None:
+                return StepResult(drawn=drawn)
             return StepResult(share_draws(batch.sampled, drawn))
+        if batch.advance is not None:
+            batch.advance()
         return self._compute_parts(batch, pool)
 
     @torch.inference_mode()
@@ -161,9 +173,11 @@ class ModelRunner:
         hidden = self._model.forward(batch.token_ids, batch.meta, pool.layers, batch.wanted)
         result = StepResult()
         sampled = batch.num_rows
-        if sampled:
+        if sampled and batch.sampled is None:
+            result.drawn = self._ops.sample(self._model.logits(hidden), batch.sampling).tolist()
+        elif batch.sampled:
             logits = self._model.logits(hidden[:sampled] if batch.prompts else hidden)
-            result.sampled = sample_step(logits, batch, self._ops)
+            result.sampled = sample_step(logits, batch, batch.sampled, self._ops)
         for prompt in batch.prompts:
             count = len(prompt.token_ids)
             result.prompt_logprobs[prompt.place] = self._prompt_logprobs(hidden[sampled : sampled + count], prompt)

@@ -39,9 +39,9 @@ class OutputProcessor:
         "_stop_names",
         "_stops",
         "_tail",
-        "_text_length",
         "finished",
         "reasoning_tokens",
+        "text_length",
     )
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request, eos_token_ids: Sequence[int]) -> None:
@@ -69,18 +69,14 @@ class OutputProcessor:
         self._include_stop = params.include_stop_str_in_output
         self._ready: list[str] = []
         self._tail = ""
-        self._text_length = 0
+        self.text_length = 0
+        """Characters that `take_text` has returned so far."""
         self._flushed = False
         self.finished: Finish | None = None
         for token_id in request.output_token_ids:
             if self.append(token_id) is not None:
                 break
         self.take_text()
-
-    @property
-    def text_length(self) -> int:
-        """Characters that `take_text` has returned so far."""
-        return self._text_length
 
     def append(self, token_id: int) -> Finish | None:
         """Add the next token; return the end of the sequence if this token brings it. Then its text is complete."""
@@ -108,14 +104,14 @@ class OutputProcessor:
         if self._detokenizer is None:
             return ""
         text = self._detokenizer.append(token_id)
-        self._text_length += len(text)
+        self.text_length += len(text)
         return text
 
     def take_text(self) -> str:
         """The characters that have become final since the last call."""
         text = "".join(self._ready)
         self._ready.clear()
-        self._text_length += len(text)
+        self.text_length += len(text)
         return text
 
     def finish(self) -> None:

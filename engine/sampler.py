@@ -18,13 +18,12 @@ from pagemill.engine.scheduler_output import Sampled
 from pagemill.kernels.ops import Ops
 
 
-def sample_step(logits: torch.Tensor, batch: StepBatch, ops: Ops) -> list[Sampled]:
-    """Sample every sequence of a step from its rows of logits float32 [R, V], which are changed."""
-    if batch.sampled is None:
-        return share_draws(None, ops.sample(logits, batch.sampling).tolist())
-    told = _told_draws(batch.sampled)
+def sample_step(logits: torch.Tensor, batch: StepBatch, sampled: Sequence[SampledRows], ops: Ops) -> list[Sampled]:
+    """Sample every sequence of a step from its rows of logits float32 [R, V], which are changed. sampled: whose they
+    are."""
+    told = _told_draws(sampled)
     raw = _rows(logits, batch.draw_rows[[draw for draw, _ in told]]) if told else None
-    searched = [each for each in batch.sampled if each.item.top]
+    searched = [each for each in sampled if each.item.top]
     for each in searched:
         logits[each.first] = torch.log_softmax(logits[each.first], dim=-1)
     if batch.edits is not None:
@@ -33,22 +32,18 @@ def sample_step(logits: torch.Tensor, batch: StepBatch, ops: Ops) -> list[Sample
     if len(batch.draw_rows):
         every = len(batch.draw_rows) == logits.shape[0] and not searched
         drawn = ops.sample(logits if every else _rows(logits, batch.draw_rows), batch.sampling).tolist()
-    results = [
-        _offers(logits[each.first], each.item.top) if each.item.top else _drawn(each, drawn) for each in batch.sampled
-    ]
+    results = [_offers(logits[each.first], each.item.top) if each.item.top else _drawn(each, drawn) for each in sampled]
     if raw is not None:
         found = position_logprobs(raw, [drawn[draw] for draw, _ in told], [top for _, top in told], ops)
         by_draw = dict(zip((draw for draw, _ in told), found, strict=True))
-        for each, result in zip(batch.sampled, results, strict=True):
+        for each, result in zip(sampled, results, strict=True):
             if each.first_draw in by_draw and each.num_draws:
                 result.logprobs = [by_draw[each.first_draw + place] for place in range(len(result.tokens))]
     return results
 
 
-def share_draws(sampled: Sequence[SampledRows] | None, drawn: Sequence[int]) -> list[Sampled]:
-    """What each sequence gets of the draws of a step that only draws; `sampled` as in `StepBatch`."""
-    if sampled is None:
-        return [Sampled([token_id]) for token_id in drawn]
+def share_draws(sampled: Sequence[SampledRows], drawn: Sequence[int]) -> list[Sampled]:
+    """What each sequence gets of the draws of a step that only draws."""
     return [_drawn(each, drawn) for each in sampled]
 
 

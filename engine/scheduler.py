@@ -162,26 +162,10 @@ class Scheduler:
         output = SchedulerOutput(step=self._step)
         self._step += 1
         scheduled = self._make_room(output)
-        prefills = list(self._prefilling)
         budget = self._budget - len(scheduled)
         chunks: list[ScheduledSequence] = []
-        crowded = len(prefills) > 1 or self.num_waiting > 0
-        cap = self._chunk_cap if crowded else self._budget
-        for request in prefills:
-            if budget == 0:
-                break
-            budget -= self._add_chunk(chunks, request, min(budget, cap), output)
-        if not output.preempted:
-            budget = self._admit(chunks, budget, cap, output)
-        for chunk in chunks:
-            if budget == 0:
-                break
-            budget -= self._lengthen(chunk, budget, output)
-        for chunk in chunks:
-            left = chunk.request.num_tokens - chunk.start - chunk.num_tokens
-            chunk.samples = left == 0
-            if left <= 1:
-                del self._prefilling[chunk.request]
+        if self._prefilling or len(self._waiting) > 0:
+            budget = self._add_chunks(chunks, budget, output)
         if self._speculation is not None:
             budget -= self._speculation.draft(
                 scheduled,
@@ -205,9 +189,11 @@ class Scheduler:
     def commit(self, output: SchedulerOutput, sampled: Sequence[Sampled] = ()) -> None:
         """The step has run: its tokens are computed, full blocks become known, fenced blocks become free.
 
-        `sampled`: what it sampled, in order; of drafts only the right ones are computed.
+        `sampled`: what it sampled, in order; of drafts only the right ones are computed. None, where it had no drafts.
         """
-        drafted = self._speculation.settle(output.scheduled, sampled) if self._speculation is not None else ()
+        drafted = (
+            self._speculation.settle(output.scheduled, sampled) if self._speculation is not None and sampled else ()
+        )
         self.cache.commit(output.scheduled)
         for item in drafted:
             if item.request.status is RequestStatus.RUNNING:
@@ -275,7 +261,7 @@ class Scheduler:
 
     def _admit(self, chunks: list[ScheduledSequence], budget: int, cap: int, output: SchedulerOutput) -> int:
         """Admit from the head of the line while budget, seats and blocks last. Returns the budget left."""
-        if budget == 0 or self._seats >= self._max_seats or not len(self._waiting):
+        if budget == 0 or self._seats >= self._max_seats:
             return budget
         self.promises.refresh(self._step, self._running)
         for request in self._waiting.candidates():
@@ -319,6 +305,28 @@ class Scheduler:
         fork.arrived_at, fork.started_at = origin.arrived_at, origin.started_at
         fork.first_token_at = origin.first_token_at
         self._running[fork] = None
+
+    def _add_chunks(self, chunks: list[ScheduledSequence], budget: int, output: SchedulerOutput) -> int:
+        """Schedule prefills, those under way and those that begin. Returns the budget left."""
+        prefills = list(self._prefilling)
+        crowded = len(prefills) > 1 or self.num_waiting > 0
+        cap = self._chunk_cap if crowded else self._budget
+        for request in prefills:
+            if budget == 0:
+                break
+            budget -= self._add_chunk(chunks, request, min(budget, cap), output)
+        if not output.preempted:
+            budget = self._admit(chunks, budget, cap, output)
+        for chunk in chunks:
+            if budget == 0:
+                break
+            budget -= self._lengthen(chunk, budget, output)
+        for chunk in chunks:
+            left = chunk.request.num_tokens - chunk.start - chunk.num_tokens
+            chunk.samples = left == 0
+            if left <= 1:
+                del self._prefilling[chunk.request]
+        return budget
 
     def _add_chunk(self, chunks: list[ScheduledSequence], request: Request, limit: int, output: SchedulerOutput) -> int:
         """Schedule up to `limit` tokens of a prefill. Returns how many."""

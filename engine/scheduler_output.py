@@ -74,9 +74,11 @@ class Sampled:
 
 @dataclass(slots=True)
 class StepResult:
-    """`sampled`: for each item with `samples`, in order. `prompt_logprobs`: by the item's place in the step, of prompt
-    tokens that follow those computed, in order. `copy_s`: seconds that the block moves took."""
+    """`sampled`: for each item with `samples`, in order; or `drawn`, where all that was wanted is a token of each.
+    `prompt_logprobs`: by the item's place in the step, of prompt tokens that follow those computed, in order. `copy_s`:
+    seconds that the block moves took."""
 
     sampled: list[Sampled] = field(default_factory=list)
+    drawn: list[int] | None = None
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     copy_s: float = 0.0

@@ -34,6 +34,10 @@ class SequenceGroup(Protocol):
         """A step has computed tokens of `sequence`; `sampled` is None in mid-prompt."""
         ...
 
+    def pass_on(self, sequence: Request, token_id: int) -> list[SequenceOutput] | None:
+        """`advance` with one drawn token that ends nothing, as most. None, and nothing has happened: call that."""
+        ...
+
     def end_step(self) -> list[SequenceOutput]:
         """All sequences of the step have been told."""
         ...

@@ -72,6 +72,13 @@ class CompiledDecoder(Protocol):
         kv: Sequence[LayerKV],
         rows: torch.Tensor,
         sampling: SampleBatch,
+        *,
+        advance: bool = False,
     ) -> list[int]:
-        """The same from tokens int64 [T] to one drawn for each of the R rows, as `Ops.sample` draws it."""
+        """The same from tokens int64 [T] to one drawn for each of the R rows, as `Ops.sample` draws it.
+
+        advance: the same arguments again, after a call that drew one token for each of T = R = S sequences. These are
+        the tokens now: what the arrays say is first brought to them, in place, but for the block tables, which cover
+        them already. Raises ValueError where the last call was another.
+        """
         ...

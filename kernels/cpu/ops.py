@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 import torch
 
 from pagemill.kernels.cpu import attention, attention_amx, edit, elementwise, logprobs, matmul, sampler
@@ -24,9 +22,9 @@ from pagemill.kernels.cpu.kernel_cache import Report
 from pagemill.kernels.cpu.linear import CpuLinear, TaskLinear, apply, prepare_linear
 from pagemill.kernels.cpu.plan import AttentionPlan, attention_plan
 from pagemill.kernels.cpu.reuse import ReusedMemory
+from pagemill.kernels.cpu.step_clock import StepClock
 from pagemill.kernels.cpu.team import Team
 from pagemill.kernels.cpu.threads import available_threads
-from pagemill.kernels.cpu.watchdog import Watchdog
 from pagemill.kernels.decoder import DecoderStack
 from pagemill.kernels.layout import KVForm, LayerKV
 from pagemill.kernels.metadata import AttentionMetadata, HostMetadata
@@ -37,7 +35,6 @@ from pagemill.kernels.reference import ReferenceOps
 if TYPE_CHECKING:
     from pagemill.kernels.cpu.quantised import QuantisedLinear
 
-_log = structlog.get_logger(__name__)
 
 # A stored element of each type, from which the kernels take theirs: bfloat16 travels as uint16.
 _LIKE = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -100,7 +97,7 @@ class CpuOps:
         self, *, threads: int | None = None, cache_dir: str | None = None, report: Report | None = None
     ) -> None:
         self._team = Team(threads or available_threads())
-        self._watchdog = Watchdog(self._team.threads)
+        self._clock = StepClock(self._team)
         self._arena = Arena()
         self._logits = ReusedMemory()
         # What is left to torch is small, and its own team would spin on the cores that ours needs: measured at batch
@@ -113,22 +110,9 @@ class CpuOps:
     def threads(self) -> int:
         return self._team.threads
 
-    @contextlib.contextmanager
-    def step(self, tokens: int) -> Iterator[None]:
-        watchdog, team = self._watchdog, self._team
-        if watchdog.most == 1:
-            yield
-            return
-        before, on_core, waited = time.perf_counter(), time.thread_time(), team.waited_s
-        yield
-        now = time.perf_counter()
-        off_core = now - before - (time.thread_time() - on_core)
-        settled = watchdog.settled
-        watchdog.observe(now, now - before, off_core + team.waited_s - waited, tokens)
-        if watchdog.threads != team.threads:
-            team.use(watchdog.threads)
-        if watchdog.settled != settled:
-            _log.info("threads in use", threads=watchdog.settled, of=watchdog.most)
+    def step(self, tokens: int) -> AbstractContextManager[None]:
+        self._clock.tokens = tokens
+        return self._clock
 
     def _board(self, elements: int) -> int:
         """What to run a kernel on so many elements on: the team, or 0 for this thread alone."""

@@ -22,14 +22,14 @@ class ReusedMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._memory: npt.NDArray[np.float32] = np.empty(0, np.float32)
-        self._address = 0
+        self._address = self._size = 0
 
     def lend(self, size: int) -> tuple[npt.NDArray[np.float32], int]:
         """An array of so many elements or more, whatever they are, and its address."""
         with self._lock:
-            if self._memory.size < size or sys.getrefcount(self._memory) > _UNUSED:
+            if self._size < size or sys.getrefcount(self._memory) > _UNUSED:
                 self._memory = np.empty(size, np.float32)
-                self._address = self._memory.ctypes.data
+                self._address, self._size = self._memory.ctypes.data, size
             return self._memory, self._address
 
     def empty(self, rows: int, columns: int) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Sizes are in elements, but for those called bytes; SIZE is that of an element in bytes. NUMBERS: float32 eps and scale.
 RUNS: rows of RUN_WORDS, layers that see equally far. DRAWS: addresses of the columns of a `SampleBatch`. IDS is 0
-where tokens are embedded already, LOGITS is 0 where nothing is drawn.
+where tokens are embedded already, LOGITS is 0 where nothing is drawn. ADVANCE: whether the arrays are the last step's,
+to be brought one token further, to what DRAWN holds.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ RUN_WORDS = 3
     LOGITS,
     DRAWS,
     DRAWN,
+    ADVANCE,
     # where its activations lie
     X,
     RESIDUAL,
@@ -68,5 +70,5 @@ RUN_WORDS = 3
     ACTIVATED,
     PICKED,
     PICKED_RESIDUAL,
-) = range(51)
-WORDS = 51
+) = range(52)
+WORDS = 52

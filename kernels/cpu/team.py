@@ -276,13 +276,15 @@ class Team:
     """
 
     def __init__(self, threads: int) -> None:
-        self._in_use = threads
+        self.threads = threads
+        """How many are in use, the caller's among them: changed by `use`."""
         size = _SLEEPS + _LINE * (threads - 1)
         words = np.zeros(size + _LINE, np.int64)
         start = -words.ctypes.data % 64 // 8
         self._words = words[start : start + size]
         self._words[_THREADS] = threads
         self._board = int(self._words.ctypes.data)
+        self._waited = self._words.data[_WAITED : _WAITED + 1]
         self._called = threading.Event()
         for rank in range(1, threads):
             arguments = (self._words, rank, self._called)
@@ -290,23 +292,19 @@ class Team:
         # At the end of the process the helpers are left where they are: no thread should come back to Python then.
         weakref.finalize(self, _dissolve, self._words, threads, self._called).atexit = False
 
-    @property
-    def threads(self) -> int:
-        """How many are in use, the caller's among them."""
-        return self._in_use
-
     def use(self, threads: int) -> None:
         """Use so many from the next call on, at most as many as there are."""
-        self._in_use = self._words[_THREADS] = threads
+        self.threads = self._words[_THREADS] = threads
 
     @property
     def waited_s(self) -> float:
         """Seconds that callers have waited, all in all, for threads that came late: the system ran others instead."""
-        return float(self._words[_WAITED]) / 1e9
+        waited: int = self._waited[0]
+        return waited / 1e9
 
     def board(self) -> int:
         """The board to run a call on; 0 for a team of one."""
-        if self._in_use == 1:
+        if self.threads == 1:
             return 0
         if not self._called.is_set():
             self._called.set()

@@ -34,7 +34,8 @@ class Watchdog:
         self.most = threads
         self.threads = threads
         """How many to use in the next step."""
-        self._settled = threads
+        self.settled = threads
+        """The number that is kept, also during a trial of another."""
         self._rate = 0.0  # that of the settled number, which a trial is compared with
         self._fewer_at = 0.0
         self._more_at = 0.0
@@ -43,11 +44,6 @@ class Watchdog:
         self._disturbed = False
         self._fresh = True
         self._forget()
-
-    @property
-    def settled(self) -> int:
-        """The number that is kept, also during a trial of another."""
-        return self._settled
 
     def observe(self, now: float, seconds: float, lost_s: float, tokens: int) -> None:
         """A step that ended at `now`. `lost_s`: how long its calling thread was off its core or waited for another."""
@@ -63,7 +59,7 @@ class Watchdog:
 
     def _decide(self, now: float, rate: float, lost: float) -> None:
         gain = rate / self._rate if self._rate else 1.0
-        if self.threads < self._settled:
+        if self.threads < self.settled:
             if gain >= GAIN:
                 self._settle(now)
                 self._more_pause, self._fewer_pause = PAUSE_S, PAUSE_S
@@ -71,7 +67,7 @@ class Watchdog:
             else:
                 self._fewer_at = now + self._fewer_pause
                 self._fewer_pause = min(2 * self._fewer_pause, LONGEST_PAUSE_S)
-        elif self.threads > self._settled:
+        elif self.threads > self.settled:
             # The neighbour may be gone although one thread more of many brings little.
             if gain >= GAIN or (lost < LOST_SHARE and gain * GAIN >= 1.0):
                 self._settle(now)
@@ -87,13 +83,13 @@ class Watchdog:
                 self.threads -= 1
             elif self.threads < self.most and now >= self._more_at:
                 self.threads += 1
-            self._forget(fresh=self.threads != self._settled)
+            self._forget(fresh=self.threads != self.settled)
             return
-        self.threads = self._settled
+        self.threads = self.settled
         self._forget(fresh=True)
 
     def _settle(self, now: float) -> None:
-        self._settled = self.threads
+        self.settled = self.threads
         self._disturbed = False
         self._fewer_at = now
 

@@ -21,18 +21,24 @@ from tests.engine.test_scheduler_properties import NO_SHRINK, Arrival, Condition
 
 class ComparedBatches:
     """A runner that builds each step's batch beside running it, and compares it with the twin's. Counts the steps that
-    were built in kept arrays."""
+    were built in kept arrays, and those of them that were left to compiled code."""
 
     def __init__(self, execute: Callable[[SchedulerOutput], StepResult], block_size: int) -> None:
         self._execute = execute
         self._block_size = block_size
         self._builder = BatchBuilder(block_size=block_size, vocab_size=50, device="cpu")
         self.again = 0
+        self.left = 0
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         if output.scheduled:
             before = self._builder._decodes
+            positions = None if before is None else before._host.positions.tolist()
             batch = self._builder.build(output.scheduled)
+            if batch.advance is not None:
+                self.left += 1
+                assert positions == batch.meta.positions.tolist(), "compiled code would go one token too far"
+                batch.advance()
             self.again += before is not None and batch.draw_rows is before._places
             assert told(batch, self._block_size) == _rounded(naive_batch(output.scheduled, self._block_size))
             sampled = sum(item.samples for item in output.scheduled)
@@ -41,6 +47,10 @@ class ComparedBatches:
                 item.request for item in output.scheduled if item.samples
             ]
             assert batch.sampled is not None or len(batch.draw_rows) == batch.num_rows == sampled
+            result = self._execute(output)
+            if batch.only_draws:
+                self._builder.drawn = [token_id for drawn in result.sampled for token_id in drawn.tokens]
+            return result
         return self._execute(output)
 
 
@@ -73,6 +83,7 @@ def test_steps_of_the_same_sequences_use_their_arrays_again() -> None:
         bench.add(make(f"r{number}", [number, 5, 6], 20 + 10 * number, ignore_eos=True, temperature=0.5, top_k=number))
     bench.run()
     assert batches.again >= 30
+    assert batches.left >= 25
 
 
 def test_one_request_twice_in_a_step_and_others_in_its_place() -> None:

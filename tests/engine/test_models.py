@@ -18,6 +18,7 @@ from pagemill.engine.loader import resolve_model
 from pagemill.engine.model_runner import ModelRunner
 from pagemill.engine.sampling_params import SamplingParams
 from pagemill.engine.scheduler_output import ScheduledSequence
+from tests.engine.naive_batch import naive_batch, told
 from tests.engine.tiny_models import CONFIGS, VOCAB, Driver, generated_by_transformers, save_model
 
 NEW_TOKENS = 12
@@ -143,17 +144,20 @@ def test_steps_in_one_call_draw_what_their_operations_draw(saved: Saved, dtype: 
         pytest.skip("not of the Llama family")
     driver = Driver(runner)
     requests = [
-        driver.request(_prompt(length), SamplingParams(temperature=heat, top_p=0.9), seed=length)
-        for length, heat in ((33, 0.0), (5, 1.0), (40, 0.7), (1, 2.0))
+        driver.request(_prompt(length), SamplingParams(temperature=heat, top_p=0.875), seed=length)
+        for length, heat in ((33, 0.0), (5, 1.0), (40, 0.75), (1, 2.0))
     ]
     tables = [driver.blocks(80) for _ in requests]
     steps = [
         [(0, 0, 33, True), (1, 0, 5, False), (2, 0, 21, False), (3, 0, 1, True)],
         [(1, 0, 5, True), (2, 21, 19, True)],
         [(2, 40, 1, True), (0, 33, 1, True), (3, 1, 1, True)],
-        [(2, 41, 1, True), (0, 34, 1, True), (3, 2, 1, True)],
+        *([(2, at, 1, True), (0, at - 7, 1, True), (3, at - 39, 1, True)] for at in range(41, 54)),
+        [(1, 5, 1, True)],
+        *([(1, at, 1, True), (3, at + 9, 1, True)] for at in range(6, 9)),
     ]
     found: list[list[Any]] = []
+    left = 0
     for whole in (True, False):
         builder = BatchBuilder(block_size=8, vocab_size=VOCAB, device="cpu")
         runner._pool._pool.fill_(0)
@@ -167,7 +171,11 @@ def test_steps_in_one_call_draw_what_their_operations_draw(saved: Saved, dtype: 
             with torch.inference_mode():
                 place = (batch.meta, runner._pool.layers, batch.wanted)
                 if whole:
-                    tokens = model.compiled.draw(batch.token_ids, *place, batch.sampling)
+                    advance = batch.advance is not None
+                    tokens = model.compiled.draw(batch.token_ids, *place, batch.sampling, advance=advance)
+                    builder.drawn = tokens
+                    left += advance
+                    assert told(batch, 8) == naive_batch(scheduled, 8)
                 else:
                     logits = model.logits(model.forward(batch.token_ids, *place))
                     tokens = ops.sample(logits, batch.sampling).tolist()
@@ -177,6 +185,7 @@ def test_steps_in_one_call_draw_what_their_operations_draw(saved: Saved, dtype: 
         found.append([drawn, runner._pool._pool[:, 1:].clone()])
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
+    assert left == 13 + 2, "which steps are the last one again, a token further"
 
 
 def test_draws_of_another_type_or_number_are_refused_by_a_step_in_one_call(tmp_path: Path) -> None:
@@ -191,6 +200,8 @@ def test_draws_of_another_type_or_number_are_refused_by_a_step_in_one_call(tmp_p
         with pytest.raises(ValueError, match="for each of 1 rows"):
             compiled.draw(*place, dataclasses.replace(batch.sampling, **wrong))
     assert len(compiled.draw(*place, batch.sampling)) == 1
+    with pytest.raises(ValueError, match="drawn from last"):
+        compiled.draw(*place, batch.sampling, advance=True)  # two tokens, not one
 
 
 def test_ids_that_the_vocabulary_has_not_are_refused_by_a_step_in_one_call(tmp_path: Path) -> None:

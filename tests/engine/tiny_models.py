@@ -175,7 +175,7 @@ class Driver:
         self.steps += 1
         total = sum(item.num_tokens for item in scheduled)
         result = self.runner.execute(SchedulerOutput(self.steps, list(scheduled), num_tokens=total))
-        return [token_id for drawn in result.sampled for token_id in drawn.tokens]
+        return result.drawn or [token_id for drawn in result.sampled for token_id in drawn.tokens]
 
     def chunks(self, request: Request, block_ids: list[int], start: int, size: int) -> Iterator[ScheduledSequence]:
         """What is known of the request from `start` on, `size` tokens at a time; only the last chunk samples."""

@@ -130,7 +130,7 @@ def test_steps_are_watched_and_give_the_same_bits_with_any_number_of_threads() -
     x, weight = torch.randn(200, 576), torch.ones(576)
     expected = ops.rms_norm(x, weight, 1e-5)
     for threads in (1, 2):
-        ops._watchdog.threads = threads
+        ops._clock._watchdog.threads = threads
         with ops.step(200):
             pass
         assert ops.threads == threads
