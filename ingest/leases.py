@@ -13,7 +13,6 @@ The others learn from the same heartbeat what this engine can do; `submit` and `
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from importlib import metadata
@@ -29,7 +28,8 @@ from pagemill.ingest import scripts
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.placement import HeldPrefixes
-from pagemill.ingest.redis import Client, may_pass
+from pagemill.ingest.redis import may_pass
+from pagemill.ingest.rounds import Rounds
 
 BEAT_S = 1.0  # what is told of the engine is never older
 MAP_CELLS = 96  # of the picture of the pool
@@ -48,14 +48,14 @@ class Lease:
         self,
         engine: AsyncEngine,
         config: QueueConfig,
-        client: Client,
+        rounds: Rounds,
         owner: str,
         stopping: asyncio.Event,
         held: HeldPrefixes | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
-        self._client = client
+        self._rounds = rounds
         self._owner = owner
         self._stopping = stopping
         self._held = held
@@ -86,20 +86,22 @@ class Lease:
     async def run(self) -> None:
         """Renew until cancelled, whatever happens to Redis; also when the engine begins to leave: until that is told,
         requests are accepted because it would start them."""
-        while True:
-            beat_s = min(BEAT_S, self._config.heartbeat_timeout_s / 4)
-            if self._stopping.is_set():
-                await asyncio.sleep(beat_s)
-            else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(beat_s):
-                        await self._stopping.wait()
-            try:
-                await self.renew()
-            except (RedisError, OSError) as error:
-                if not may_pass(error):
-                    raise
-                _log.debug("heartbeat failed", reason=str(error))
+        beat_s = min(BEAT_S, self._config.heartbeat_timeout_s / 4)
+        leaving = asyncio.create_task(self._stopping.wait())
+        try:
+            while True:
+                if leaving.done():
+                    await self._rounds.wait(beat_s)
+                else:
+                    await asyncio.wait({leaving}, timeout=self._rounds.left(beat_s))
+                try:
+                    await self.renew()
+                except (RedisError, OSError) as error:
+                    if not may_pass(error):
+                        raise
+                    _log.debug("heartbeat failed", reason=str(error))
+        finally:
+            leaving.cancel()
 
     async def renew(self) -> None:
         """Renew now, unless the step loop hangs. Raises redis-py's errors."""
@@ -113,10 +115,7 @@ class Lease:
         names = [] if self._held is None or self._stopping.is_set() else self._held.names()
         calls = [scripts.renew(shard, self._owner, description, names) for shard in self._keys.shards]
         in_time = self.is_fresh
-        for reply in await scripts.run(self._client, calls):
-            if isinstance(reply, BaseException):
-                raise reply
-            now, before = reply
+        for now, before in await asyncio.gather(*map(self._rounds.ask, calls)):
             # By the server's clock too, which may have been set, or have gone on while this machine slept.
             in_time &= before != b"" and 0 <= now - float(before) <= self._config.heartbeat_timeout_s * 500
         if self.was_renewed and not in_time:

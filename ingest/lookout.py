@@ -28,10 +28,11 @@ from pagemill.ingest.entries import Entry, UnreadableEntry, check_shard, read_id
 from pagemill.ingest.intake import read_body, unsupported_model
 from pagemill.ingest.keys import GROUP, PRIORITIES, QueueKeys, ShardKeys
 from pagemill.ingest.redis import Backoff, Client, connect_blocking, may_pass
+from pagemill.ingest.rounds import Rounds
 from pagemill.ingest.schema import RequestBody, UnreadableBody
 from pagemill.ingest.stream_reader import REAP_S
 
-ROOM_POLL_S = 0.1  # every wake-up takes the interpreter away from a step
+ROOM_POLL_S = 0.25  # at most; every wake-up takes the interpreter away from a step
 PAGE = 16  # entries looked at in one go
 SWEEP = 100  # waiting requests looked at for cancels in one go
 
@@ -40,7 +41,8 @@ _log = structlog.get_logger(__name__)
 
 class Lookout:
     """Looks at one shard for engine `owner` while `is_full()`. `may_reap()`: whether an old heartbeat means death.
-    `on_given`: entries that were given to this engine only to be ended."""
+    `on_given`: entries that were given to this engine only to be ended. `rounds`: when it looks, and what is
+    asked then goes through them."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class Lookout:
         owner: str,
         model: str,
         client: Client,
+        rounds: Rounds,
         config: QueueConfig,
         stopping: asyncio.Event,
         *,
@@ -60,6 +63,7 @@ class Lookout:
         self._owner = owner
         self._model = model
         self._client = client
+        self._rounds = rounds
         self._config = config
         self._stopping = stopping
         self._has_no_room = is_full
@@ -94,7 +98,7 @@ class Lookout:
     async def _look(self, reader: Any) -> None:
         """Wait until the engine is full, then look at what comes until it is not."""
         while not self._is_full():
-            await asyncio.sleep(ROOM_POLL_S)
+            await self._rounds.wait(min(ROOM_POLL_S, self._config.poll_ms / 1000))
         seen = await self._last_delivered()
         while self._is_full():
             reply: Any = await reader.xread(dict(seen), count=PAGE, block=self._config.poll_ms)
@@ -169,18 +173,18 @@ class Lookout:
         first, look_at = 0, 0.0
         places = [scripts.FROM_THE_FIRST] * PRIORITIES
         while True:
-            await asyncio.sleep(self._config.poll_ms / 1000)
+            await self._rounds.wait(self._config.poll_ms / 1000)
             owner = (
                 "" if self._stopping.is_set() else self._owner
             )  # one that leaves is given nothing, not even to end it
             try:
                 sweep = scripts.sweep(self._shard, owner, first=first, count=SWEEP, keeping=self._keeping)
-                first, given, _ = await scripts.run_one(self._client, sweep)
+                first, given, _ = await self._rounds.ask(sweep)
                 self._end(given)
                 if not self._is_full() or time.monotonic() < look_at:
                     continue
                 look_at = time.monotonic() + min(REAP_S, self._config.heartbeat_timeout_s / 3)
-                given, unknown, places = await scripts.run_one(self._client, self._orphans(places))
+                given, unknown, places = await self._rounds.ask(self._orphans(places))
                 self._end(given)
                 await self._examine(scripts.read_given(self._shard, unknown))
                 if places != [scripts.FROM_THE_FIRST] * PRIORITIES:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable
 
@@ -13,10 +12,11 @@ from redis.exceptions import RedisError
 
 from pagemill.ingest.live_request import LiveRequest
 from pagemill.ingest.redis import Client, may_pass
+from pagemill.ingest.rounds import Rounds
 
 
 class Patrol:
-    """Looks every `poll_s` at what `owner` has of `lives()`.
+    """Looks every `poll_s`, in `rounds`, at what `owner` has of `lives()`.
 
     on_cancel: it is to end, being "cancelled", "expired" or "unwatched". on_loss: another engine has it, or it is gone.
     """
@@ -26,6 +26,7 @@ class Patrol:
         client: Client,
         owner: str,
         poll_s: float,
+        rounds: Rounds,
         lives: Callable[[], Iterable[LiveRequest]],
         *,
         on_cancel: Callable[[LiveRequest, str], None],
@@ -34,6 +35,7 @@ class Patrol:
         self._client = client
         self._owner = owner.encode()
         self._poll_s = poll_s
+        self._rounds = rounds
         self._lives = lives
         self._on_cancel = on_cancel
         self._on_loss = on_loss
@@ -41,7 +43,7 @@ class Patrol:
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await asyncio.sleep(self._poll_s)
+            await self._rounds.wait(self._poll_s)
             now = time.monotonic()
             lives = [live for live in self._lives() if live.ending is None and not live.detached]
             for live in lives:

@@ -18,9 +18,11 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry, Offer
 from pagemill.ingest.keys import GROUP, PRIORITIES, ShardKeys
 from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lost, may_pass
+from pagemill.ingest.rounds import Rounds
 
 _PAGE = 100
 REAP_S = 1.0
+TAKEN_OVER = 4  # entries of dead engines at a time: as many as a worker begins together
 LOSS_LOG_S = 5.0  # streams that somebody deletes again and again do not fill the log
 WEIGHTS = (0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 2)  # 8 turns of 12 for high, 3 for normal, 1 for batch priority
 
@@ -66,6 +68,7 @@ class StreamReader:
         shard: ShardKeys,
         owner: str,
         client: Client,
+        rounds: Rounds,
         config: QueueConfig,
         stopping: asyncio.Event,
         beat: Callable[[], Awaitable[None]],
@@ -77,6 +80,7 @@ class StreamReader:
         self._shard = shard
         self._owner = owner
         self._client = client
+        self._rounds = rounds
         self._config = config
         self._stopping = stopping
         self._beat = beat
@@ -93,6 +97,7 @@ class StreamReader:
         self._has_told_unreadable = False
         self._tell_loss_at = self._tell_found_at = float("-inf")
         self._recover = False
+        self._is_empty = False
         self._reap_at = clock()
         self._backoff = Backoff()
         self._away = False
@@ -152,22 +157,21 @@ class StreamReader:
             if entries:
                 return entries
         if self._clock() >= self._reap_at:
-            entries = await self._reap()
-            if entries:
-                return entries
-            entries = await self._passed_over()
+            entries = await self._reap() or await self._look_around()
             if entries:
                 return entries
             # Several engines look at different moments, so that the entries of a dead one are spread over them.
-            self._turns.waited_ms = await scripts.run_one(self._client, scripts.oldest(self._shard))
             self._reap_at = self._clock() + min(REAP_S, self._config.heartbeat_timeout_s / 3) * random.uniform(0.5, 1.0)
-        for stream in self._turns.order():
+        # Where a read has just waited in vain whose turn it is need not be asked: the first that comes has it.
+        for stream in () if self._is_empty else self._turns.order():
             entries = await self._read_new((self._shard.streams[stream],), block_ms=None)
             if entries:
                 self._turns.take()
                 return entries
         self._on_empty()
-        return await self._read_new(self._shard.streams, block_ms=self._config.block_ms)
+        entries = await self._read_new(self._shard.streams, block_ms=self._config.block_ms)
+        self._is_empty = not entries
+        return entries
 
     async def _read_new(self, streams: Sequence[str], block_ms: int | None) -> list[Entry]:
         async with asyncio.timeout((block_ms or 0) / 1000 + 5):
@@ -237,12 +241,19 @@ class StreamReader:
                 first = b"(" + page[-1][0]
         return entries
 
+    async def _look_around(self) -> list[Entry]:
+        """What no read brings any more. Learns how long each stream has waited."""
+        oldest = self._rounds.ask(scripts.oldest(self._shard))
+        found, waited_ms = await asyncio.gather(self._passed_over(), oldest)
+        self._turns.waited_ms = waited_ms
+        return found
+
     async def _reap(self) -> list[Entry]:
         call = scripts.reap(
             self._shard,
             self._owner,
             timeout_ms=int(self._config.heartbeat_timeout_s * 1000),
-            count=PRIORITIES,
+            count=TAKEN_OVER,
             retry_delay_ms=self._config.retry_delay_ms,
             old_beats_count=self._may_reap(),
         )
@@ -256,7 +267,7 @@ class StreamReader:
         call = scripts.Call(
             "passed_over", self._shard.streams, (GROUP, self._owner, PRIORITIES, self._shard.base, *self._looked_at)
         )
-        found, self._looked_at = await scripts.run_one(self._client, call)
+        found, self._looked_at = await self._rounds.ask(call)
         entries = scripts.read_given(self._shard, found)
         if entries and self._clock() >= self._tell_found_at:
             self._tell_found_at = self._clock() + LOSS_LOG_S

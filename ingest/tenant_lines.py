@@ -35,6 +35,7 @@ class TenantLines:
         while place and _rank(line[place - 1]) > _rank(entry):
             place -= 1
         line.insert(place, replace(entry, fields={}))
+        self._changed.set()
 
     def first(self, tenant: str) -> Entry | None:
         """The tenant's first entry, without its fields."""
@@ -52,9 +53,9 @@ class TenantLines:
         self._changed.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return after `notice`, or after `timeout_s`: requests end on other engines too."""
+        """Return after `notice`, and while somebody is in line after `timeout_s`: requests end on other engines too."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s if self._lines else None):
                 await self._changed.wait()
         except TimeoutError:
             pass

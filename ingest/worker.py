@@ -50,6 +50,7 @@ from pagemill.ingest.patrol import Patrol
 from pagemill.ingest.placement import HeldPrefixes, Offers, is_wanted
 from pagemill.ingest.quarantine import Quarantine
 from pagemill.ingest.redis import Client, connect_commands, may_pass
+from pagemill.ingest.rounds import Rounds
 from pagemill.ingest.starter import Starter
 from pagemill.ingest.stream_reader import StreamReader
 from pagemill.ingest.tasks import end, first_of
@@ -74,6 +75,7 @@ class Worker:
         self._keys = QueueKeys(config.key_prefix, config.queue, config.shards)
         self.owner = f"{socket.gethostname()[:32]}-{os.getpid()}-{secrets.token_hex(4)}"
         self._client: Client = connect_commands(config.redis_url, self.owner)
+        self._rounds = Rounds(self._client)
         self._stopping = asyncio.Event()
         places = config.head_start_ms > 0 and engine.config.enable_prefix_caching
         held = HeldPrefixes(engine.is_cached, engine.info.block_size) if places else None
@@ -89,6 +91,7 @@ class Worker:
             self._client,
             self.owner,
             config.poll_ms / 1000,
+            self._rounds,
             self._live.values,
             on_cancel=self._on_cancel,
             on_loss=self._outbox.drop,
@@ -98,7 +101,7 @@ class Worker:
         self._starting = asyncio.Semaphore(MAX_STARTING)
         self._empty = asyncio.Event()
         self._empty.set()
-        self._lease = Lease(engine, config, self._client, self.owner, self._stopping, held)
+        self._lease = Lease(engine, config, self._rounds, self.owner, self._stopping, held)
         self._departure = Departure(self._client, self._keys, self.owner)
         self.ready = asyncio.Event()
         self.finished = 0
@@ -204,6 +207,7 @@ class Worker:
             shard,
             self.owner,
             self._client,
+            self._rounds,
             self._config,
             self._stopping,
             self._lease.renew,
@@ -227,19 +231,17 @@ class Worker:
             self._spawn(self._serve(entry))
 
     def _lookout(self, shard: ShardKeys) -> Lookout:
-        def on_given(entry: Entry) -> None:
-            self._spawn(self._take_on(entry))
-
         return Lookout(
             shard,
             self.owner,
             self._engine.info.model_name,
             self._client,
+            self._rounds,
             self._config,
             self._stopping,
             is_full=lambda: not self._engine.has_room() or not self._quarantine.is_clear,
             may_reap=lambda: self._lease.may_reap,
-            on_given=on_given,
+            on_given=lambda entry: self._spawn(self._take_on(entry)),
         )
 
     async def _wait_for_room(self) -> bool:

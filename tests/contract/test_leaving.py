@@ -19,6 +19,7 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.leases import Lease
 from pagemill.ingest.redis import connect_commands
+from pagemill.ingest.rounds import Rounds
 from pagemill.ingest.worker import Worker
 from tests.contract.conftest import TAG, Outside
 from tests.contract.test_leases import Steps, prompt, tiny
@@ -217,7 +218,7 @@ def test_an_engine_that_begins_to_leave_says_so_with_a_heartbeat_at_once(
     async def scenario() -> None:
         engine, stopping = await AsyncEngine.create(tiny), asyncio.Event()
         client = connect_commands(config.redis_url, "leaves")
-        lease = Lease(engine, config, client, "leaves", stopping)
+        lease = Lease(engine, config, Rounds(client), "leaves", stopping)
 
         async def leaves() -> Any:
             return orjson.loads(await outside.redis.hget(f"{TAG}:engines", "leaves"))["leaving"]

@@ -18,6 +18,7 @@ from pagemill.ingest.entries import Entry, Offer
 from pagemill.ingest.keys import QueueKeys
 from pagemill.ingest.placement import LEVELS, MAX_HELD, HeldPrefixes, Offers, beginnings_of, is_wanted
 from pagemill.ingest.redis import Client, connect_commands
+from pagemill.ingest.rounds import Rounds
 from pagemill.ingest.schema import RequestBody
 from pagemill.ingest.stream_reader import StreamReader
 from pagemill.ingest.worker import Worker
@@ -191,7 +192,16 @@ def test_rubbish_in_what_engines_tell_each_other_harms_nobody(on_queue: Any, que
             await scripts.run_one(client, scripts.renew(SHARD, "reads", b"{}"))
 
         reader = StreamReader(
-            SHARD, "reads", client, config, asyncio.Event(), beat, lambda: True, declined.append, lambda: None
+            SHARD,
+            "reads",
+            client,
+            Rounds(client),
+            config,
+            asyncio.Event(),
+            beat,
+            lambda: True,
+            declined.append,
+            lambda: None,
         )
         assert await reader.read() == []
         good = {"offer": LONG, "from": "other", "stream": "1", "entry": "5-5", "running": "3"}

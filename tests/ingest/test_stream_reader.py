@@ -11,6 +11,7 @@ from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.entries import Entry
 from pagemill.ingest.keys import GROUP, QueueKeys
 from pagemill.ingest.redis import connect_commands
+from pagemill.ingest.rounds import Rounds
 from pagemill.ingest.stream_reader import StreamReader
 from tests.ingest.bare_engine import Engine, raw_add
 
@@ -27,7 +28,16 @@ def test_own_entries_are_read_again_and_none_of_them_is_too_long_to_come(any_red
     async def scenario() -> None:
         client = connect_commands(any_redis_url, "test")
         reader = StreamReader(
-            SHARD, "e", client, config, asyncio.Event(), beat, lambda: True, lambda place: None, lambda: None
+            SHARD,
+            "e",
+            client,
+            Rounds(client),
+            config,
+            asyncio.Event(),
+            beat,
+            lambda: True,
+            lambda place: None,
+            lambda: None,
         )
         assert await reader.read() == []
         stream = SHARD.streams[1]
@@ -59,6 +69,7 @@ def test_a_word_that_is_not_known_is_a_reason_to_look_and_is_told_once(any_redis
             SHARD,
             "reads",
             client,
+            Rounds(client),
             config,
             asyncio.Event(),
             reader.beat,
