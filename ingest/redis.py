@@ -43,6 +43,16 @@ from redis.exceptions import (
 from pagemill.engine.errors import ConfigError
 from pagemill.ingest.address import ServerAddress, parse_address
 
+# What redis-py tells the server of itself. Where it is not given, each new connection reads its version from the files
+# of the installed package.
+_driver: dict[str, Any]
+try:
+    from redis.driver_info import DriverInfo
+
+    _driver = {"driver_info": DriverInfo()}
+except ImportError:  # an older one, which reads them once
+    _driver = {}
+
 hiredis: Any
 try:
     import hiredis
@@ -87,6 +97,7 @@ _SHAPE: dict[str, Any] = {
     "protocol": 2,
     "socket_connect_timeout": 5,
     "socket_timeout": None,
+    **_driver,
 }
 
 
