@@ -53,8 +53,8 @@ class BeamGroup(Group):
             self._offers[sequence] = _possible(sampled.tokens, sampled.top_logprobs)
         return [] if self._started else [self._start(SequenceOutput(self.request_id))]
 
-    def pass_on(self, sequence: Request, token_id: int) -> list[SequenceOutput] | None:
-        return None  # no beam is drawn from
+    def processor(self, sequence: Request) -> OutputProcessor | None:
+        return None  # a beam's text is told at the end
 
     def end_step(self) -> list[SequenceOutput]:
         if not self._offers:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from pagemill.engine.beam_group import BeamGroup
 from pagemill.engine.errors import RequestError
+from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.outputs import SequenceOutput
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.sampling_group import SamplingGroup
@@ -49,6 +50,7 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._groups: dict[str, SequenceGroup] = {}
+        self._processors: dict[Request, OutputProcessor] = {}  # of sequences that have been told a token
         self.step_tokens = 0  # of the step that is computed now, or of the last one
 
     @property
@@ -116,43 +118,67 @@ class EngineCore:
     def _pass_on(
         self, scheduled: Sequence[ScheduledSequence], drawn: Sequence[int], results: list[SequenceOutput]
     ) -> None:
-        """A step of which nothing was wanted but one token for each sequence that is done with its prompt: most are
-        such, and each Python object in the way of a token is another cold line of the cache."""
-        groups, finished, place = self._groups, RequestStatus.FINISHED, 0
+        """A step of which nothing was wanted but one token for each sequence that is done with its prompt. Most are
+        such, and most of these tokens are text and no end; the group learns of the others."""
+        processors, finished, place = self._processors, RequestStatus.FINISHED, 0
+        append_token = self.scheduler.append_token
         for item in scheduled:
             request, token_id = item.request, None
             if item.samples:
                 token_id = drawn[place]
                 place += 1
-            group = groups.get(request.request_id)
-            if group is None or request.status is finished:
+            if request.status is finished:
                 continue
-            if token_id is not None:
-                outputs = group.pass_on(request, token_id)
-                if outputs is not None:
-                    results += outputs
-                    if outputs[-1].final:
-                        del groups[group.request_id]
+            processor = processors.get(request)
+            if processor is not None and token_id is not None:
+                text_offset = processor.text_length
+                text = processor.pass_on(token_id)
+                if text is not None:
+                    offset = len(request.output_token_ids)
+                    append_token(request, token_id)
+                    results.append(
+                        SequenceOutput(
+                            request.request_id,
+                            request.index,
+                            offset,
+                            [token_id],
+                            text,
+                            text_offset,
+                            reasoning_tokens=processor.reasoning_tokens,
+                        )
+                    )
                     continue
-            outputs = group.advance(request, None if token_id is None else Sampled([token_id]))
-            results += self._collect(group, [*outputs, *group.end_step()])
+            results += self._advance(request, token_id)
+
+    def _advance(self, request: Request, token_id: int | None) -> list[SequenceOutput]:
+        group = self._groups.get(request.request_id)
+        if group is None:
+            return []
+        outputs = group.advance(request, None if token_id is None else Sampled([token_id]))
+        outputs = self._collect(group, [*outputs, *group.end_step()])
+        processor = group.processor(request)
+        if token_id is not None and processor is not None and request.status is not RequestStatus.FINISHED:
+            self._processors[request] = processor
+        return outputs
 
     def check(self) -> None:
         """Assert the invariants of everything below, and that no finished request is remembered."""
         self.scheduler.check()
         live = {request.request_id for request in self.scheduler.requests()}
         assert set(self._groups) == live, "a finished request is remembered"
+        assert {sequence.request_id for sequence in self._processors} <= live, "a finished sequence is remembered"
 
     def _collect(self, group: SequenceGroup, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
         if outputs and outputs[-1].final:
             del self._groups[group.request_id]
+            for sequence in group.sequences:
+                self._processors.pop(sequence, None)
         return outputs
 
     def _observe(self, output: SchedulerOutput, result: StepResult, seconds: float) -> None:
         """Learn what computing and moving cost here."""
         cost = self.scheduler.preemption.cost
-        swaps = sum(move.kind != "copy" for move in output.moves)
-        if swaps and result.copy_s > 0:
+        if result.copy_s > 0 and any(move.kind != "copy" for move in output.moves):
             cost.observe_moves(len(output.moves), result.copy_s)
         if output.num_tokens >= PREFILL_STEP and seconds > result.copy_s:
             cost.observe_tokens(output.num_tokens, seconds - result.copy_s)

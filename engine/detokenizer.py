@@ -23,18 +23,22 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """The text of one sequence. `kept`: special tokens that stay in it. Cost per token: O(length of its text)."""
+    """The text of one sequence. `kept`: special tokens that stay in it. Cost per token: O(length of its text).
+
+    `texts`: of each token that is the same whole characters wherever these begin, empty for the others. `is_between`:
+    whether the next token's characters begin with it: after such a token they still do.
+    """
 
     __slots__ = (
         "_at_start",
-        "_between",
         "_gap",
         "_in_prompt_character",
         "_kept",
         "_pieces",
         "_skip_special",
-        "_texts",
         "_utf8",
+        "is_between",
+        "texts",
     )
 
     def __init__(
@@ -46,7 +50,7 @@ class Detokenizer:
         kept: Collection[int] = (),
     ) -> None:
         self._pieces = tokenizer.token_bytes
-        self._texts = self._pieces.texts
+        self.texts = self._pieces.texts
         self._skip_special = skip_special_tokens
         self._kept = kept
         self._utf8 = _Utf8Decoder("replace")
@@ -65,16 +69,16 @@ class Detokenizer:
             self._at_start = False
             self._utf8.decode(tail)
             self._in_prompt_character = bool(self._utf8.getstate()[0])
-        self._between = self._is_between()
+        self.is_between = self._is_between()
 
     def append(self, token_id: int) -> str:
         """Add a token; return the characters that it makes whole."""
-        if self._between:
-            text = self._texts[token_id]
+        if self.is_between:
+            text = self.texts[token_id]
             if text:
                 return text  # and the decoder is where it was
         text = self._append(token_id)
-        self._between = self._is_between()
+        self.is_between = self._is_between()
         return text
 
     def _is_between(self) -> bool:

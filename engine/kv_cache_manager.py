@@ -22,6 +22,8 @@ from pagemill.engine.prefix_cache import AnnouncedBlocks, MissCounter, block_has
 from pagemill.engine.request import Request, RequestStatus
 from pagemill.engine.scheduler_output import BlockMove, ScheduledSequence
 
+_UNNAMED_STEPS = 16  # for so many at most a block that a decode filled has no name
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
@@ -81,6 +83,8 @@ class KVCacheManager:
         self._model_name = model_name
         self._window = sliding_window
         self._announced = AnnouncedBlocks()
+        self._unnamed: dict[Request, None] = {}  # those with a full block that the prefix cache does not know yet
+        self._steps_unnamed = 0
         self._promised = 0
         self._in_flight = False
         self._fence: list[list[int]] = []
@@ -118,6 +122,7 @@ class KVCacheManager:
         without a query token has no logits."""
         if not self._caching or request.wants_prompt_logprobs:
             return PrefixMatch()
+        self._name_blocks()
         limit = (request.num_tokens - 1) // self.block_size
         names = self._names(request, limit)
         found: list[int] = []
@@ -222,7 +227,12 @@ class KVCacheManager:
 
     def commit(self, scheduled: Iterable[ScheduledSequence]) -> None:
         """The tokens of a step are computed: publish the blocks that became full, let go of those out of sight. Of
-        drafts only the right ones are counted; they are not among the request's tokens yet."""
+        drafts only the right ones are counted; they are not among the request's tokens yet.
+
+        A block that a decode fills gets its name a little later, with others: of 96 sequences some fill one in every
+        step, and naming takes code that nothing else in a step runs, the hash function's among it. Nobody sees the
+        difference, since they have their names before a request looks for any.
+        """
         size, total, running = self.block_size, 0, RequestStatus.RUNNING
         for item in scheduled:
             request = item.request
@@ -231,10 +241,17 @@ class KVCacheManager:
             total += item.num_tokens
             request.num_computed_tokens = computed = request.num_computed_tokens + item.num_tokens
             if self._caching and computed // size > request.num_published_blocks:
-                self._publish(request, computed // size, item.drafts)
+                if item.num_tokens == 1 and not self._window:
+                    self._unnamed[request] = None
+                else:
+                    self._publish(request, computed // size, item.drafts)
             if self._window:
                 self._forget_unseen(request)
         self._used_slots_missing -= total
+        if self._unnamed:
+            self._steps_unnamed += 1
+            if self._steps_unnamed >= _UNNAMED_STEPS:
+                self._name_blocks()
 
     def fork(self, origin: Request, fork: Request, promise_blocks: int) -> None:
         """Give `fork` the blocks and progress of `origin`, and a promise taken out of the origin's where it lasts."""
@@ -258,6 +275,8 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give back all blocks, host blocks and promises; nothing is computed afterwards. No-op without blocks."""
         table = request.block_table.block_ids
+        if request in self._unnamed:
+            self._name_blocks()
         for name in request.block_hashes[request.num_published_blocks : request.num_announced_blocks]:
             self._announced.withdraw(name, request)
         self._used_slots_missing -= len(table) * self.block_size - request.num_computed_tokens if table else 0
@@ -363,6 +382,13 @@ class KVCacheManager:
     def _promise(self, request: Request, blocks: int) -> None:
         self._promised += blocks - request.promised_blocks
         request.promised_blocks = blocks
+
+    def _name_blocks(self) -> None:
+        """Publish what decodes have filled since the last time."""
+        for request in self._unnamed:
+            self._publish(request, request.num_computed_tokens // self.block_size, ())
+        self._unnamed.clear()
+        self._steps_unnamed = 0
 
     def _publish(self, request: Request, num_blocks: int, drafts: Sequence[int]) -> None:
         """Let the prefix cache know the request's first `num_blocks` blocks. `drafts` follow its tokens."""

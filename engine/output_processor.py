@@ -32,14 +32,19 @@ class OutputProcessor:
     __slots__ = (
         "_checker",
         "_detokenizer",
+        "_ends",
         "_flushed",
         "_include_stop",
+        "_last",
+        "_passes",
         "_ready",
         "_reasoning",
         "_stop_names",
         "_stops",
         "_tail",
+        "_texts",
         "finished",
+        "num_tokens",
         "reasoning_tokens",
         "text_length",
     )
@@ -49,6 +54,8 @@ class OutputProcessor:
         if params.stop and tokenizer is None:
             raise invalid("stop strings need a tokenizer, and this engine runs without one", "stop")
         self._checker = StopChecker(params, request.max_tokens, eos_token_ids)
+        self.num_tokens = 0
+        """How many it was fed."""
         self._detokenizer = (
             Detokenizer(
                 tokenizer,
@@ -73,6 +80,10 @@ class OutputProcessor:
         """Characters that `take_text` has returned so far."""
         self._flushed = False
         self.finished: Finish | None = None
+        # What `pass_on` reads, and nothing else: a token is looked at in fewer places than it has to be understood in.
+        self._ends, self._last = self._checker.ends, request.max_tokens - 1
+        self._texts = self._detokenizer.texts if self._detokenizer is not None else ()
+        self._passes = False
         for token_id in request.output_token_ids:
             if self.append(token_id) is not None:
                 break
@@ -81,15 +92,17 @@ class OutputProcessor:
     def append(self, token_id: int) -> Finish | None:
         """Add the next token; return the end of the sequence if this token brings it. Then its text is complete."""
         assert self.finished is None, "a token after the end"
-        finish = self._checker.append(token_id)
+        self._passes = False
+        self.num_tokens += 1
+        finish = self._checker.end(token_id, self.num_tokens)
         if self._detokenizer is not None and (finish is None or self._include_stop):
             text = self._detokenizer.append(token_id)
             if self._reasoning is not None:
                 self._count(self._reasoning, text)
             finish = self._add_text(text) or finish
-        if finish is None and token_id in self._stop_names and self._checker.may_stop:
+        if finish is None and token_id in self._stop_names and self._checker.may_stop(self.num_tokens):
             finish = Finish("stop", self._stop_names[token_id])
-        if finish is None and self._checker.is_full:
+        if finish is None and self.num_tokens >= self._checker.max_tokens:
             finish = Finish("length")
         if finish is not None:
             finish = self._flush() or finish
@@ -97,13 +110,17 @@ class OutputProcessor:
         return finish
 
     def pass_on(self, token_id: int) -> str | None:
-        """`append` and `take_text` in one, for a token that can be no end in a text that nothing is looked for in: what
-        most are. None, and nothing has happened, where it may be something else, or text waits to be taken."""
-        if self._stops is not None or self._reasoning is not None or self._ready or not self._checker.passes(token_id):
+        """`append` and `take_text` in one, for a token that is text by itself and can be no end, in a text that nothing
+        is looked for in: what most are. None, and nothing has happened, where it may be something else, or is -1."""
+        if not self._passes or token_id < 0 or token_id in self._ends or self.num_tokens >= self._last:
             return None
-        if self._detokenizer is None:
-            return ""
-        text = self._detokenizer.append(token_id)
+        try:
+            text = self._texts[token_id]
+        except Exception:
+            return None  # `append` looks it up too, and whoever calls that knows what to do
+        if not text:
+            return None
+        self.num_tokens += 1
         self.text_length += len(text)
         return text
 
@@ -112,6 +129,10 @@ class OutputProcessor:
         text = "".join(self._ready)
         self._ready.clear()
         self.text_length += len(text)
+        detokenizer = self._detokenizer
+        self._passes = (
+            detokenizer is not None and detokenizer.is_between and self._stops is None and self._reasoning is None
+        )
         return text
 
     def finish(self) -> None:
@@ -123,7 +144,7 @@ class OutputProcessor:
         was_inside = reasoning.is_inside
         reasoning.feed(text)
         if was_inside or reasoning.is_inside:
-            self.reasoning_tokens = self._checker.num_tokens
+            self.reasoning_tokens = self.num_tokens
         if reasoning.is_over:
             self._reasoning = None
 
@@ -144,7 +165,7 @@ class OutputProcessor:
         if self._stops is None:
             self._ready.append(text)
             return None
-        match = self._stops.feed(text, counts=self._checker.may_stop)
+        match = self._stops.feed(text, counts=self._checker.may_stop(self.num_tokens))
         if match is not None:
             text = self._tail + text[: match.end]
             self._ready.append(text if self._include_stop else text[: len(text) - len(match.stop)])

@@ -81,44 +81,20 @@ class SamplingGroup(Group):
             outputs[0].prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return outputs
 
-    def pass_on(self, sequence: Request, token_id: int) -> list[SequenceOutput] | None:
-        if sequence.logits_state is not None or token_id < 0 or self._prompt_logprobs is not None or sequence.seats > 1:
-            return None
-        processor, offset = self._processors[sequence], len(sequence.output_token_ids)
-        text_offset = processor.text_length
-        try:
-            text = processor.pass_on(token_id)
-        except Exception as exception:
-            return self._fail(sequence, offset, exception)
-        if text is None:
-            return None
-        self._scheduler.append_token(sequence, token_id)
-        started, self._started = not self._started, True
-        return [
-            SequenceOutput(
-                self.request_id,
-                sequence.index,
-                offset,
-                [token_id],
-                text,
-                text_offset,
-                started,
-                reasoning_tokens=processor.reasoning_tokens,
-            )
-        ]
+    def processor(self, sequence: Request) -> OutputProcessor | None:
+        return self._processors.get(sequence)
 
     def _tell(self, sequence: Request, sampled: Sampled) -> list[SequenceOutput]:
         told = len(sequence.output_token_ids)
         try:
             return self._extend(sequence, sampled)
         except Exception as exception:
-            return self._fail(sequence, told, exception)
-
-    def _fail(self, sequence: Request, told: int, exception: Exception) -> list[SequenceOutput]:
-        """Text handling and grammars are per request: whatever they trip over must not end the neighbours."""
-        del sequence.output_token_ids[told:]
-        reason = f"decoding failed: {type(exception).__name__}: {exception}"
-        return self.abort(exception if isinstance(exception, RequestError) else RequestError("engine_error", reason))
+            # Text handling and grammars are per request: whatever they trip over must not end the neighbours.
+            del sequence.output_token_ids[told:]
+            reason = f"decoding failed: {type(exception).__name__}: {exception}"
+            return self.abort(
+                exception if isinstance(exception, RequestError) else RequestError("engine_error", reason)
+            )
 
     def _fork_choices(self, sequence: Request) -> list[Request]:
         sequences = [sequence]

@@ -141,7 +141,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._running) or len(self._waiting) > 0
+        return bool(self._running) or self._waiting.count > 0
 
     @property
     def num_running(self) -> int:
@@ -149,7 +149,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting.count
 
     def requests(self) -> list[Request]:
         """Every live sequence."""
@@ -164,7 +164,7 @@ class Scheduler:
         scheduled = self._make_room(output)
         budget = self._budget - len(scheduled)
         chunks: list[ScheduledSequence] = []
-        if self._prefilling or len(self._waiting) > 0:
+        if self._prefilling or self._waiting.count > 0:
             budget = self._add_chunks(chunks, budget, output)
         if self._speculation is not None:
             budget -= self._speculation.draft(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pagemill.engine.errors import RequestError
 from pagemill.engine.logprobs import PositionLogprobs
+from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.outputs import RequestMetrics, SequenceOutput
 from pagemill.engine.request import Request
 from pagemill.engine.scheduler import Scheduler
@@ -23,6 +24,8 @@ class SequenceGroup(Protocol):
     of them is `final`."""
 
     request_id: str
+    sequences: list[Request]
+    """Every one that ever ran for the request."""
 
     def begin(self, resumed: Sequence[Sequence[int]]) -> list[SequenceOutput]:
         """Queue the first sequence, or one for each choice that goes on from tokens told already."""
@@ -34,8 +37,9 @@ class SequenceGroup(Protocol):
         """A step has computed tokens of `sequence`; `sampled` is None in mid-prompt."""
         ...
 
-    def pass_on(self, sequence: Request, token_id: int) -> list[SequenceOutput] | None:
-        """`advance` with one drawn token that ends nothing, as most. None, and nothing has happened: call that."""
+    def processor(self, sequence: Request) -> OutputProcessor | None:
+        """What turns the tokens of `sequence`, which has been told some, into text. Where it lets one pass on, an
+        increment of this token and its text is all there is to tell."""
         ...
 
     def end_step(self) -> list[SequenceOutput]:
@@ -69,7 +73,7 @@ class Group:
         self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._started = False
-        self._all = [request]  # every sequence that ever ran for the request
+        self.sequences = [request]
 
     def _start(self, output: SequenceOutput) -> SequenceOutput:
         output.started, self._started = not self._started, True
@@ -93,7 +97,7 @@ class Group:
             rules=origin.rules,
             logits_state=None if origin.logits_state is None else origin.logits_state.fork(),
         )
-        self._all.append(fork)
+        self.sequences.append(fork)
         return fork
 
     def _begin_states(self, sequences: Sequence[Request]) -> list[SequenceOutput]:
@@ -125,18 +129,18 @@ class Group:
         now = self._clock()
         first = self._first
         started = first.started_at if first.started_at is not None else now
-        token_times = [s.first_token_at for s in self._all if s.first_token_at is not None]
-        preempted = sum(s.preempted_ms for s in self._all)
-        preempted += sum((now - s.preempted_at) * 1000 for s in self._all if s.preempted_at is not None)
+        token_times = [s.first_token_at for s in self.sequences if s.first_token_at is not None]
+        preempted = sum(s.preempted_ms for s in self.sequences)
+        preempted += sum((now - s.preempted_at) * 1000 for s in self.sequences if s.preempted_at is not None)
         return RequestMetrics(
             queue_ms=(started - first.arrived_at) * 1000,
             ttft_ms=(min(token_times) - first.arrived_at) * 1000 if token_times else None,
             total_ms=(now - first.arrived_at) * 1000,
-            preemptions=sum(s.num_preemptions for s in self._all),
-            recomputed_tokens=sum(s.num_recomputed_tokens for s in self._all),
-            swapped_blocks=sum(s.num_swapped_blocks for s in self._all),
+            preemptions=sum(s.num_preemptions for s in self.sequences),
+            recomputed_tokens=sum(s.num_recomputed_tokens for s in self.sequences),
+            swapped_blocks=sum(s.num_swapped_blocks for s in self.sequences),
             preempted_ms=preempted,
             cached_tokens=first.num_cached_tokens,
-            draft_tokens=sum(s.num_draft_tokens for s in self._all),
-            accepted_tokens=sum(s.num_accepted_tokens for s in self._all),
+            draft_tokens=sum(s.num_draft_tokens for s in self.sequences),
+            accepted_tokens=sum(s.num_accepted_tokens for s in self.sequences),
         )

@@ -96,40 +96,27 @@ class StopStrings:
 
 
 class StopChecker:
-    """Decides after each token by its id and by the count of tokens. Strings are `StopStrings`' business."""
+    """Decides after each token by its id and by the count of tokens, which the caller keeps. Strings are `StopStrings`'
+    business. `ends`: all ids that may end the sequence; `max_tokens`: the count that does."""
 
-    __slots__ = ("_ends", "_eos", "_max_tokens", "_min_tokens", "_stop_ids", "num_tokens")
+    __slots__ = ("_eos", "_min_tokens", "_stop_ids", "ends", "max_tokens")
 
     def __init__(self, params: SamplingParams, max_tokens: int, eos_token_ids: Sequence[int]) -> None:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids or ())
-        self._ends = self._eos | self._stop_ids
+        self.ends = self._eos | self._stop_ids
         self._min_tokens = params.min_tokens
-        self._max_tokens = max_tokens
-        self.num_tokens = 0
+        self.max_tokens = max_tokens
 
-    @property
-    def may_stop(self) -> bool:
+    def may_stop(self, num_tokens: int) -> bool:
         """Whether stops count by now: there are more than min_tokens tokens."""
-        return self.num_tokens > self._min_tokens
+        return num_tokens > self._min_tokens
 
-    def passes(self, token_id: int) -> bool:
-        """Count a token that can be no end. False, and it is not counted, where `append` has to see whether it is."""
-        if token_id in self._ends or self.num_tokens + 1 >= self._max_tokens:
-            return False
-        self.num_tokens += 1
-        return True
-
-    def append(self, token_id: int) -> Finish | None:
-        """Count a token; return the end that it brings by its id: `stop`, with no reason for end-of-sequence."""
-        self.num_tokens += 1
-        if self.may_stop:
+    def end(self, token_id: int, num_tokens: int) -> Finish | None:
+        """The end that a token brings by its id, the last of so many: `stop`, with no reason for end-of-sequence."""
+        if self.may_stop(num_tokens):
             if token_id in self._eos:
                 return Finish("stop")
             if token_id in self._stop_ids:
                 return Finish("stop", token_id)
         return None
-
-    @property
-    def is_full(self) -> bool:
-        return self.num_tokens >= self._max_tokens

@@ -18,10 +18,9 @@ class WaitingLine:
     def __init__(self, queue: WaitingQueue) -> None:
         self.queue = queue
         self.preempted: dict[Request, None] = {}
+        self.count = 0
+        """How many they are, the new ones and the preempted ones."""
         self._queued_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self.queue) + len(self.preempted)
 
     def __iter__(self) -> Iterator[Request]:
         """Everybody, in no particular order among the new ones."""
@@ -31,15 +30,17 @@ class WaitingLine:
     @property
     def backlog(self) -> Backlog:
         tokens = sum(request.num_tokens for request in self.preempted)
-        return Backlog(len(self), tokens + self._queued_tokens)
+        return Backlog(self.count, tokens + self._queued_tokens)
 
     def add(self, request: Request) -> None:
         self.queue.add(request)
+        self.count += 1
         self._queued_tokens += request.num_tokens
 
     def put_back(self, request: Request) -> None:
         """Add a request that was preempted."""
         self.preempted[request] = None
+        self.count += 1
         if len(self.preempted) > 1:
             self.preempted = dict.fromkeys(sorted(self.preempted, key=lambda request: request.arrived_at))
 
@@ -51,6 +52,7 @@ class WaitingLine:
             self._queued_tokens -= request.num_tokens
         else:
             return False
+        self.count -= 1
         return True
 
     def candidates(self) -> Iterator[Request]:

@@ -286,6 +286,7 @@ class Team:
         self._board = int(self._words.ctypes.data)
         self._waited = self._words.data[_WAITED : _WAITED + 1]
         self._called = threading.Event()
+        self._is_called = False
         for rank in range(1, threads):
             arguments = (self._words, rank, self._called)
             threading.Thread(target=_help, args=arguments, name="pagemill-kernel", daemon=True).start()
@@ -306,7 +307,8 @@ class Team:
         """The board to run a call on; 0 for a team of one."""
         if self.threads == 1:
             return 0
-        if not self._called.is_set():
+        if not self._is_called:
+            self._is_called = True
             self._called.set()
         return self._board
 
