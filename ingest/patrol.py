@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from redis.exceptions import RedisError
 
+from pagemill.ingest import scripts
 from pagemill.ingest.live_request import LiveRequest
 from pagemill.ingest.redis import Client, may_pass
 from pagemill.ingest.rounds import Rounds
@@ -33,7 +34,7 @@ class Patrol:
         on_loss: Callable[[LiveRequest, str], None],
     ) -> None:
         self._client = client
-        self._owner = owner.encode()
+        self._owner = owner
         self._poll_s = poll_s
         self._rounds = rounds
         self._lives = lives
@@ -59,19 +60,13 @@ class Patrol:
                     raise
 
     async def _look_at(self, quiet: list[LiveRequest]) -> None:
-        pipeline = self._client.pipeline(transaction=False)
-        for live in quiet:
-            shard = live.entry.shard
-            pipeline.hmget(shard.record(live.request_id), ["owner", "attempt", "cancel", "watch_ms"])
-            pipeline.exists(shard.watch(live.request_id))
-        replies = await self._client.run_pipeline(pipeline)
-        for live, record, watched in zip(quiet, replies[::2], replies[1::2], strict=True):
-            if isinstance(record, BaseException) or isinstance(watched, BaseException):
+        calls = [scripts.stand(live.entry.shard, live.request_id, self._owner, live.begun.attempt) for live in quiet]
+        for live, reply in zip(quiet, await scripts.run(self._client, calls), strict=True):
+            if isinstance(reply, BaseException):
                 continue
-            owner, attempt, cancel, watch_ms = record
-            if owner != self._owner or attempt != b"%d" % live.begun.attempt:
-                self._on_loss(live, "taken over" if owner else "gone")
-            elif cancel == b"1":
+            if reply in (b"taken over", b"gone"):
+                self._on_loss(live, reply.decode())
+            elif reply == b"cancelled":
                 self._on_cancel(live, "cancelled")
-            elif live.is_abandoned(bool(watch_ms) and not watched, time.monotonic()):
+            elif live.is_abandoned(reply == b"unwatched", time.monotonic()):
                 self._on_cancel(live, "unwatched")

@@ -197,6 +197,11 @@ def append(
     )
 
 
+def stand(shard: ShardKeys, request_id: str, owner: str, attempt: int) -> Call:
+    """Look at a running request that has nothing to append: "ok", or why it is to run no longer."""
+    return Call("stand", (shard.record(request_id),), (attempt,), shared=(owner, shard.base))
+
+
 def rewind(shard: ShardKeys, request_id: str, owner: str, attempt: int, seq: int) -> Call:
     """Forget the events of a running request beyond number `seq`; replies b"ok" or b"stale"."""
     return Call("rewind", (shard.record(request_id), shard.events(request_id)), (owner, attempt, seq))

@@ -87,6 +87,27 @@ def test_scripts_are_sent_again_after_the_server_forgot_them(on_queue: Any) -> N
     on_queue(scenario)
 
 
+def test_one_look_at_many_says_of_each_whether_it_may_go_on(on_queue: Any) -> None:
+    async def scenario(client: Client) -> None:
+        engine = Engine(client, "e1")
+        names = [f"r{number}" for number in range(40)]
+        for number, name in enumerate(names):
+            await submit(client, name, watch_ms=60_000 if number in (7, 8) else None)
+            await engine.begin(await engine.take(), name)
+        await client.hset(SHARD.record("r1"), "cancel", 1)
+        await client.hset(SHARD.record("r2"), "owner", "e2")
+        await client.hset(SHARD.record("r3"), "attempt", 2)
+        await client.delete(SHARD.record("r4"))
+        await client.set(SHARD.record("r5"), "of another type", ex=60)
+        await client.delete(SHARD.watch("r7"))
+        replies = await scripts.run(client, [scripts.stand(SHARD, name, "e1", 1) for name in names])
+        assert replies[:5] == [b"ok", b"cancelled", b"taken over", b"taken over", b"gone"]
+        assert isinstance(replies[5], ResponseError) and "WRONGTYPE" in str(replies[5])
+        assert replies[6:] == [b"ok", b"unwatched", *[b"ok"] * 32]
+
+    on_queue(scenario)
+
+
 def test_one_call_writes_for_many_and_one_requests_trouble_harms_no_other(on_queue: Any) -> None:
     async def scenario(client: Client) -> None:
         engine = Engine(client, "e1")
