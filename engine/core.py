@@ -21,7 +21,7 @@ from pagemill.engine.scheduler_output import Sampled, ScheduledSequence, Schedul
 from pagemill.engine.sequence_group import SequenceGroup
 from pagemill.engine.tokenizer import Tokenizer
 
-PREFILL_STEP = 64  # tokens from which on a step's time is the tokens' and not the step's own
+PREFILL_STEP = 64  # tokens beside one for each sequence, from which on a step's time is the tokens', not the step's own
 
 
 class Runner(Protocol):
@@ -90,7 +90,7 @@ class EngineCore:
         seconds = self._clock() - before
         if not output.moves:
             self.scheduler.observe(output, seconds)
-        if output.moves or output.num_tokens >= PREFILL_STEP:
+        if output.moves or output.num_tokens - len(output.scheduled) >= PREFILL_STEP:
             self._observe(output, result, seconds)
         self.scheduler.commit(output, result.sampled)
         if result.drawn is not None:
@@ -180,5 +180,5 @@ class EngineCore:
         cost = self.scheduler.preemption.cost
         if result.copy_s > 0 and any(move.kind != "copy" for move in output.moves):
             cost.observe_moves(len(output.moves), result.copy_s)
-        if output.num_tokens >= PREFILL_STEP and seconds > result.copy_s:
+        if output.num_tokens - len(output.scheduled) >= PREFILL_STEP and seconds > result.copy_s:
             cost.observe_tokens(output.num_tokens, seconds - result.copy_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagemill.engine.kv_cache_manager import CacheStatistics
+from pagemill.engine.cache_statistics import CacheStatistics
 
 
 @dataclass(frozen=True, slots=True)
