@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+from collections.abc import Sequence
 from typing import Any, cast
 from urllib.parse import urlsplit, urlunsplit
 
@@ -86,10 +87,13 @@ _FORBIDDEN_WORDS = (
     *("unknown command", "Unknown command", "Unknown Redis command"),
 )
 
+Command = tuple[str | bytes | int, ...]
+
 MIN_VERSION = (7, 0)
 
 REPLY_TIMEOUT_S = 5.0
 CONNECTIONS = 32  # of one client; more calls at a time wait for a free one, where redis-py's pool would refuse them
+KEPT = 4  # of them beside the pool, which looks at a connection before and after each use
 SENTINEL_TIMEOUT_S = 1.0  # until the next Sentinel is asked
 
 _SHAPE: dict[str, Any] = {
@@ -115,6 +119,18 @@ def _packing(kind: Any) -> Any:
     return Packing
 
 
+async def _exchange(connection: Any, commands: Sequence[Command]) -> list[Any]:
+    packed = [chunk for words in commands for chunk in connection.pack_command(*words)]
+    await connection.send_packed_command(packed)
+    replies: list[Any] = []
+    for _ in commands:
+        try:
+            replies.append(await connection.read_response())
+        except ResponseError as error:
+            replies.append(error)
+    return replies
+
+
 class ServerClient(aioredis.Redis):
     """A client of one server, or of the master that Sentinels name. See `connect_commands`."""
 
@@ -125,14 +141,41 @@ class ServerClient(aioredis.Redis):
         pool: Any = self.connection_pool
         pool.connection_class = _packing(pool.connection_class)
         self._free_connections = asyncio.Semaphore(CONNECTIONS)
+        self._kept: list[Any] = []
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
 
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands in one go. Raw replies in order; a command that failed has its exception in its place.
+
+        For what goes out with every step of an engine: redis-py's pipelines do as much around each as the rest takes.
+        """
+        async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
+            pool: Any = self.connection_pool
+            connection = self._kept.pop() if self._kept else await pool.get_connection()
+            try:
+                retry: Any = connection.retry
+                replies: list[Any] = await retry.call_with_retry(
+                    lambda: _exchange(connection, commands), lambda error: connection.disconnect()
+                )
+            except BaseException:
+                # A reply that comes later would be taken for that of the next command.
+                await connection.disconnect(nowait=True)
+                await pool.release(connection)
+                raise
+            if len(self._kept) < KEPT:
+                self._kept.append(connection)
+            else:
+                await pool.release(connection)
+            return replies
+
     async def run_pipeline(self, pipeline: Any) -> list[Any]:
         """Send a pipeline. Replies in order; a command that failed has its exception in its place."""
         async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
+            if self._kept:
+                pipeline.connection = self._kept.pop()  # goes back to the pool, where `send` finds it
             return list(await pipeline.execute(raise_on_error=False))
 
 
@@ -163,6 +206,13 @@ class ClusterClient(aioredis.RedisCluster):
             except RedisClusterException as error:
                 raise ConnectionError(str(error)) from error
         return [ConnectionError(str(reply)) if isinstance(reply, RedisClusterException) else reply for reply in replies]
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """See `ServerClient.send`. What scripts reply is raw; of other commands redis-py reads the replies."""
+        pipeline = self.pipeline(transaction=False)
+        for words in commands:
+            pipeline.execute_command(*words)
+        return await self.run_pipeline(pipeline)
 
     async def node_options(self, key: str) -> tuple[type[Connection], dict[str, Any]]:
         """How to connect to the node that has `key` now."""

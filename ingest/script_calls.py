@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import NoScriptError
 
-from pagemill.ingest.redis import Client
+from pagemill.ingest.redis import Client, Command
 
 MAX_TOGETHER = 32  # the server does nothing else while a script runs
 
@@ -93,16 +93,16 @@ async def run_one(client: Client, call: Call) -> Any:
 
 async def _send(client: Client, calls: Sequence[Call]) -> list[Any]:
     groups = _together(calls)
-    pipeline = client.pipeline(transaction=False)
+    commands: list[Command] = []
     for numbers in groups:
         members = [calls[number] for number in numbers]
         name, shared = members[0].name, members[0].shared
         keys = [key for call in members for key in call.keys]
         args = [arg for call in members for arg in call.args]
         sha = script(name, client.publishes_sharded).sha
-        pipeline.execute_command("EVALSHA", sha, len(keys), *keys, *shared, *args)
+        commands.append(("EVALSHA", sha, len(keys), *keys, *shared, *args))
     replies: list[Any] = [None] * len(calls)
-    for numbers, reply in zip(groups, await client.run_pipeline(pipeline), strict=True):
+    for numbers, reply in zip(groups, await client.send(commands), strict=True):
         is_shared = bool(calls[numbers[0]].shared) and not isinstance(reply, BaseException)
         for number, part in zip(numbers, reply if is_shared else [reply] * len(numbers), strict=True):
             replies[number] = part

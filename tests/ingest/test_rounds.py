@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from pagemill.ingest import scripts
 from pagemill.ingest.keys import QueueKeys
-from pagemill.ingest.redis import connect_commands
+from pagemill.ingest.redis import Command, connect_commands
 from pagemill.ingest.rounds import Rounds
 
 SHARD = QueueKeys("pm", "default").shards[0]
@@ -25,13 +26,13 @@ def test_who_waits_from_different_moments_on_asks_in_the_same_pipeline(
         await rounds.ask(OPEN)
         await rounds.ask(scripts.oldest(SHARD))  # the server knows both now
         sent: list[int] = []
-        run_pipeline = client.run_pipeline
+        send = client.send
 
-        async def counted(pipeline: Any) -> list[Any]:
-            sent.append(len(pipeline.command_stack))
-            return await run_pipeline(pipeline)
+        async def counted(commands: Sequence[Command]) -> list[Any]:
+            sent.append(len(commands))
+            return await send(commands)
 
-        monkeypatch.setattr(client, "run_pipeline", counted)
+        monkeypatch.setattr(client, "send", counted)
 
         async def again_and_again(period_s: float, times: int) -> None:
             for _ in range(times):
