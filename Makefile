@@ -79,8 +79,8 @@ simulate: $(STAMP)  ## the documented simulator runs on recorded traces (make si
 		--overload --plot build/overload.svg
 
 .PHONY: bench-python
-bench-python: $(STAMP)  ## what Python costs in a step, with every kernel replaced by nothing
-	$(PY) bench/python_cost.py
+bench-python: $(STAMP)  ## what Python costs in a step, with every kernel replaced by nothing, and the pages it touches
+	$(PY) -m bench.python_cost
 
 bench-queue: $(STAMP)  ## what the queue costs: throughput, latency, a flush, two engines
 	PYTHONPATH=. $(PY) -m bench.queue_overhead

@@ -79,14 +79,19 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Makes the batches of one engine's steps, one after the other, for a pool of blocks of `block_size` tokens."""
+    """Makes the batches of one engine's steps, one after the other, for a pool of blocks of `block_size` tokens.
 
-    def __init__(self, *, block_size: int, vocab_size: int, device: str) -> None:
+    sliding_window: the model's, 0 where it sees all tokens. With one, blocks out of sight leave the tables.
+    """
+
+    def __init__(self, *, block_size: int, vocab_size: int, device: str, sliding_window: int = 0) -> None:
         self._block_size = block_size
+        self._keeps_blocks = sliding_window == 0
         self._vocab_size = vocab_size
         self._device = device
         self._rows = BatchRows()
         self._decodes: _Decodes | None = None
+        self._following: list[int] = []  # where the sequences of the last step go on, if they all decoded
         self.drawn: list[int] | None = None
         """What compiled code drew in the batch that was built last: set by whoever had it drawn."""
 
@@ -94,26 +99,33 @@ class BatchBuilder:
         """`scheduled` has at least one sequence, each with at least one token."""
         rows, drawn = self._rows, self.drawn
         self.drawn = None
-        requests, tables, starts, tokens = [], [], [], []
+        requests, tables, lengths, heads, starts, following, tokens = [], [], [], [], [], [], []
+        size = self._block_size
         one_draw = only_decodes = True
         for item in scheduled:
             request, start = item.request, item.start
+            table = item.block_ids
             requests.append(request)
-            tables.append(item.block_ids)
+            tables.append(table)
+            lengths.append(len(table))
+            heads.append(table[start // size])
             starts.append(start)
+            following.append(start + 1)
             # What decides the next token is the last one known.
             tokens.append((request.output_token_ids or request.prompt_token_ids)[-1])
             if item.drafts or item.top or request.seats > 1:
                 one_draw = only_decodes = False
             elif item.num_tokens != 1 or not item.samples:
                 only_decodes = False
-        if rows.update(requests, tables):
+        further = only_decodes and starts == self._following
+        self._following = following if only_decodes else []
+        if rows.update(requests, tables, lengths, heads, further=further and self._keeps_blocks):
             self._decodes = None
         if rows.marked or not only_decodes:
             return self._step(scheduled, one_draw=one_draw and not rows.marked)
         if self._decodes is None:
-            self._decodes = _Decodes(rows, self._block_size, self._device)
-        return self._decodes.fill(starts, tokens, drawn)
+            self._decodes, further = _Decodes(rows, self._block_size, self._device), False
+        return self._decodes.fill(starts, tokens, drawn if further else None)
 
     def _step(self, scheduled: Sequence[ScheduledSequence], *, one_draw: bool) -> StepBatch:
         """A step of any kind. `one_draw`: no sampled sequence wants more than one."""
@@ -236,9 +248,9 @@ class _Decodes:
         self._tokens: list[int] = []
 
     def fill(self, starts: list[int], tokens: list[int], drawn: list[int] | None) -> StepBatch:
-        """`tokens` are at `starts`. `drawn`: what compiled code drew in the step before, where it did."""
-        before, self._starts, self._tokens = self._starts, starts, tokens
-        if drawn is not None and tokens == drawn and before == [start - 1 for start in starts]:
+        """`tokens` are at `starts`. `drawn`: what compiled code drew for the tokens before them, where it did."""
+        self._starts, self._tokens = starts, tokens
+        if drawn is not None and tokens == drawn:
             return self._further
         self._write()
         if self._device != "cpu":

@@ -86,7 +86,12 @@ class ModelRunner:
         loading = Loading(checkpoint, self._ops, self._dtype, self.device, self.quantization)
         with torch.inference_mode():
             self._model = load_model(folder, loading, config.max_model_len)
-        self._batches = BatchBuilder(block_size=config.block_size, vocab_size=self.spec.vocab_size, device=self.device)
+        self._batches = BatchBuilder(
+            block_size=config.block_size,
+            vocab_size=self.spec.vocab_size,
+            device=self.device,
+            sliding_window=self.spec.sliding_window or 0,
+        )
         self.weight_bytes = dict(loading.loaded)
         del checkpoint, loading
         weights = meter.held() - before

@@ -23,10 +23,10 @@ class ComparedBatches:
     """A runner that builds each step's batch beside running it, and compares it with the twin's. Counts the steps that
     were built in kept arrays, and those of them that were left to compiled code."""
 
-    def __init__(self, execute: Callable[[SchedulerOutput], StepResult], block_size: int) -> None:
+    def __init__(self, execute: Callable[[SchedulerOutput], StepResult], block_size: int, window: int) -> None:
         self._execute = execute
         self._block_size = block_size
-        self._builder = BatchBuilder(block_size=block_size, vocab_size=50, device="cpu")
+        self._builder = BatchBuilder(block_size=block_size, vocab_size=50, device="cpu", sliding_window=window)
         self.again = 0
         self.left = 0
 
@@ -60,8 +60,8 @@ def _rounded(expected: dict[str, list[float]]) -> dict[str, list[float]]:
     return expected
 
 
-def _compared(bench: Bench, block_size: int) -> ComparedBatches:
-    batches = ComparedBatches(bench.model.execute, block_size)
+def _compared(bench: Bench, block_size: int, window: int = 0) -> ComparedBatches:
+    batches = ComparedBatches(bench.model.execute, block_size, window)
     bench.model.execute = batches.execute  # type: ignore[method-assign]
     return batches
 
@@ -72,7 +72,7 @@ def test_kept_arrays_are_those_made_from_nothing(traffic: list[Arrival], conditi
     """Under preemption, swapping, forks, copies on write, beams, windows, drafts, aborts and resumed requests."""
     speculation = Speculation(3, lambda request: NgramProposer(3, 1), DraftGain(), [0]) if drafts else None
     bench = conditions.bench(speculation)
-    _compared(bench, conditions.block_size)
+    _compared(bench, conditions.block_size, conditions.window)
     play(traffic, conditions, bench)
 
 
@@ -102,3 +102,30 @@ def test_one_request_twice_in_a_step_and_others_in_its_place() -> None:
         scheduled = [ScheduledSequence(request, 2, 1, table, True) for request, table in step]
         assert told(builder.build(scheduled), 2) == _rounded(naive_batch(scheduled, 2))
     assert set(COLUMNS) == set(builder.build(scheduled).sampling.__dataclass_fields__)
+
+
+def test_a_block_that_is_copied_or_added_between_two_steps_of_the_same_sequences() -> None:
+    builder = BatchBuilder(block_size=2, vocab_size=50, device="cpu")
+    one = Request("a", [1, 2], SamplingParams(), seed=1, max_tokens=9)
+    other = Request("b", [4, 5], SamplingParams(), seed=2, max_tokens=9)
+    tables = [[1, 2], [3, 4]]
+    for start, changed in (
+        (2, tables),
+        (3, [[1, 2], [3, 9]]),
+        (4, [[1, 2, 5], [3, 9, 8]]),
+        (5, [[1, 2, 7, 6], [3, 9, 8]]),
+    ):
+        for table, new in zip(tables, changed, strict=True):
+            table[:] = new
+        for request in (one, other):
+            request.output_token_ids.append(start)
+        scheduled = [
+            ScheduledSequence(one, start, 1, tables[0], True),
+            ScheduledSequence(other, start, 1, tables[1], True),
+        ]
+        batch = builder.build(scheduled)
+        assert (batch.advance is None) == (start == 2)
+        if batch.advance is not None:
+            batch.advance()
+        assert told(batch, 2) == _rounded(naive_batch(scheduled, 2))
+        builder.drawn = [start + 1, start + 1]
