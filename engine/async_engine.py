@@ -31,6 +31,8 @@ Sink = Callable[[SequenceOutput], None]
 
 IDLE_CHECK_S = 1.0
 OUTLOOK_S = 0.1  # how often it is worked out when those who wait will start
+OUTLOOK_SHARE = 0.005  # of the step thread's time, at most: beside kernels the code has gone from the caches each time
+MAX_OUTLOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -67,6 +69,11 @@ class _Submission:
 class _Abort:
     request_id: str
     error: RequestError | None
+
+
+def outlook_pause(took_s: float) -> float:
+    """Seconds until the outlook is worked out again, after so many of the processor's for the last one."""
+    return min(max(OUTLOOK_S, took_s / OUTLOOK_SHARE), MAX_OUTLOOK_S)
 
 
 class AsyncEngine:
@@ -308,7 +315,10 @@ class AsyncEngine:
                     self._longest_step_s = max(self._longest_step_s, time.monotonic() - began)
                     self._largest_step = max(self._largest_step, core.step_tokens)
                 if outlook is None or time.monotonic() >= outlook_at:
-                    outlook, outlook_at = core.scheduler.outlook(), time.monotonic() + OUTLOOK_S
+                    took_s = -time.thread_time()
+                    outlook = core.scheduler.outlook()
+                    took_s += time.thread_time()
+                    outlook_at = time.monotonic() + outlook_pause(took_s)
                 self._post(self._deliver, outputs, core.scheduler.statistics(), outlook)
         except BaseException as exception:
             failure = EngineDeadError(f"the engine's step failed: {type(exception).__name__}: {exception}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagemill.engine.async_engine import AsyncEngine
+from pagemill.engine.async_engine import MAX_OUTLOOK_S, OUTLOOK_S, OUTLOOK_SHARE, AsyncEngine, outlook_pause
 from pagemill.engine.chat import Chat
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineDeadError, RequestError
@@ -279,3 +279,9 @@ def test_an_aborted_id_can_be_submitted_again_once_it_is_gone(folder: Path) -> N
         assert again.tokens == first.tokens[:2] + again.tokens[2:] and len(again.tokens) == 5
 
     run(folder, test)
+
+
+def test_the_longer_an_outlook_takes_the_seldomer_it_is_worked_out() -> None:
+    assert outlook_pause(0.0) == outlook_pause(OUTLOOK_S * OUTLOOK_SHARE / 2) == OUTLOOK_S
+    assert outlook_pause(2 * OUTLOOK_S * OUTLOOK_SHARE) == pytest.approx(2 * OUTLOOK_S)
+    assert outlook_pause(60.0) == MAX_OUTLOOK_S, "who waits is to be told something of today"
