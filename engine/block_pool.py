@@ -36,17 +36,16 @@ from dataclasses import dataclass
 from pagemill.engine.empty_blocks import EmptyBlocks
 
 NULL_BLOCK = 0
-MAP_SAMPLES = 16
 
 
 class KVCacheBlock:
-    """One block's bookkeeping. Made once for each block when the pool is made; `prev` and `next` link the LRU list."""
+    """What is known of a block with content. Made once for each when the pool is made; `prev` and `next` link the LRU
+    list."""
 
-    __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
+    __slots__ = ("block_hash", "block_id", "next", "prev")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
-        self.ref_count = 0
         self.block_hash: bytes | None = None
         self.prev: KVCacheBlock | None = None
         self.next: KVCacheBlock | None = None
@@ -120,6 +119,10 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        # Of all blocks side by side, since they are looked at in every step, and all of them for a picture: how many
+        # hold each, and whether its content can be found.
+        self._references = [0] * num_blocks
+        self._is_known = bytearray(num_blocks)
         self._cached = CachedBlockQueue()
         self._empty = EmptyBlocks(num_blocks)
         self._by_hash: dict[bytes, KVCacheBlock] = {}
@@ -151,49 +154,51 @@ class BlockPool:
                 assert block.block_hash is not None
                 del self._by_hash[block.block_hash]
                 block.block_hash = None
+                self._is_known[block.block_id] = 0
             self._evicted += len(evicted)
             taken += sorted(block.block_id for block in evicted)
         for block_id in taken:
-            self.blocks[block_id].ref_count = 1
+            self._references[block_id] = 1
         return taken
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each block; a cached free block comes back into use."""
         for block_id in block_ids:
-            block = self.blocks[block_id]
-            if block.ref_count == 0:
-                self._cached.remove(block)
+            held = self._references[block_id]
+            if held == 0:
+                self._cached.remove(self.blocks[block_id])
                 self._cached_in_use += 1
-            elif block.ref_count == 1:
+            elif held == 1:
                 self._shared += 1
-            block.ref_count += 1
+            self._references[block_id] = held + 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference of each block, given in token order; null blocks are passed over. Of one sequence the tail
         is evicted first, since a prefix serves more requests than what follows it."""
-        blocks = self.blocks
+        references = self._references
         for block_id in reversed(block_ids):
             if block_id == NULL_BLOCK:
                 continue
-            block = blocks[block_id]
-            assert block.ref_count > 0, f"block {block_id} freed without being held"
-            block.ref_count -= 1
-            if block.ref_count == 1:
+            held = references[block_id] - 1
+            assert held >= 0, f"block {block_id} freed without being held"
+            references[block_id] = held
+            if held == 1:
                 self._shared -= 1
-            elif block.ref_count == 0:
-                if block.block_hash is None:
-                    self._empty.add(block_id)
-                else:
+            elif held == 0:
+                if self._is_known[block_id]:
                     self._cached_in_use -= 1
-                    self._cached.append(block)
+                    self._cached.append(self.blocks[block_id])
+                else:
+                    self._empty.add(block_id)
 
     def cache(self, block_id: int, block_hash: bytes) -> bool:
         """Make a held, full and computed block findable by its hash. False where another block already is."""
-        block = self.blocks[block_id]
-        assert block.ref_count > 0, f"block {block_id} cached without being held"
-        if block_hash in self._by_hash or block.block_hash is not None:
+        assert self._references[block_id] > 0, f"block {block_id} cached without being held"
+        if block_hash in self._by_hash or self._is_known[block_id]:
             return False
+        block = self.blocks[block_id]
         block.block_hash = block_hash
+        self._is_known[block_id] = 1
         self._by_hash[block_hash] = block
         self._cached_in_use += 1
         return True
@@ -204,10 +209,10 @@ class BlockPool:
         return None if block is None else block.block_id
 
     def is_free(self, block_id: int) -> bool:
-        return self.blocks[block_id].ref_count == 0
+        return self._references[block_id] == 0
 
     def is_shared(self, block_id: int) -> bool:
-        return self.blocks[block_id].ref_count > 1
+        return self._references[block_id] > 1
 
     def forget_cached(self) -> int:
         """Drop every cached content; held blocks stay held. Returns how many hashes were forgotten."""
@@ -216,6 +221,7 @@ class BlockPool:
             self._empty.add(block.block_id)
         for block in self._by_hash.values():
             block.block_hash = None
+            self._is_known[block.block_id] = 0
         self._by_hash.clear()
         self._cached_in_use = 0
         return forgotten
@@ -232,20 +238,16 @@ class BlockPool:
 
     def map(self, cells: int) -> tuple[str, str]:
         """The pool as a picture: for each of up to `cells` runs of blocks a digit from 0, none of it is held, to 9, all
-        of it; and in a second text the same for blocks whose content can be found. Looks at about `MAP_SAMPLES` blocks
-        of a run. Beside the thread that owns the pool it may be called for a picture of a moment that never quite was.
+        of it; and in a second text the same for blocks whose content can be found. Beside the thread that owns the pool
+        it may be called for a picture of a moment that never quite was.
         """
         width = -(-self.num_usable // cells)
-        stride = max(1, width // MAP_SAMPLES)
         held: list[str] = []
         known: list[str] = []
         for first in range(1, len(self.blocks), width):
-            run = self.blocks[first : first + width : stride]
-            for digits, count in (
-                (held, sum(block.ref_count > 0 for block in run)),
-                (known, sum(block.block_hash is not None for block in run)),
-            ):
-                digits.append(str(-(-9 * count // len(run))))
+            run = self._references[first : first + width]
+            held.append(str(-(-9 * (len(run) - run.count(0)) // len(run))))
+            known.append(str(-(-9 * self._is_known.count(1, first, first + len(run)) // len(run))))
         return "".join(held), "".join(known)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
@@ -253,21 +255,25 @@ class BlockPool:
         O(total blocks)."""
         held = Counter(block_id for block_ids in holders for block_id in block_ids)
         del held[NULL_BLOCK]
-        for block in self.blocks:
-            assert block.ref_count == held[block.block_id], (
-                f"block {block.block_id} has {block.ref_count} references but is held {held[block.block_id]} times"
+        for block, count, is_known in zip(self.blocks, self._references, self._is_known, strict=True):
+            assert count == held[block.block_id], (
+                f"block {block.block_id} has {count} references but is held {held[block.block_id]} times"
             )
+            assert is_known == (block.block_hash is not None)
             if block.block_hash is not None:
                 assert self._by_hash.get(block.block_hash) is block, f"block {block.block_id} is not findable"
         self._empty.check()
         cached = {block.block_id for block in self._cached}
         assert len(cached) == self._cached.count, "the LRU list holds a block twice or miscounts"
-        known = {b.block_id for b in self.blocks if b.ref_count == 0 and b.block_hash is not None}
+        references = self._references
+        hashed = [block for block in self.blocks if block.block_hash is not None]
+        known = {block.block_id for block in hashed if references[block.block_id] == 0}
         assert cached == known, "the LRU list and the counts disagree"
         free = cached | {block_id for first, length in self._empty.runs() for block_id in range(first, first + length)}
-        assert free == {b.block_id for b in self.blocks[1:] if b.ref_count == 0}, "free blocks and counts disagree"
-        assert len(free) + sum(b.ref_count > 0 for b in self.blocks) == self.num_usable, "blocks were lost"
-        hashed = [block for block in self.blocks if block.block_hash is not None]
+        unheld = {block_id for block_id, count in enumerate(references) if count == 0 and block_id != NULL_BLOCK}
+        assert free == unheld, "free blocks and counts disagree"
+        assert len(free) + sum(count > 0 for count in references) == self.num_usable, "blocks were lost"
         assert len(hashed) == len(self._by_hash), "the hash map holds a stale block"
-        assert self._shared == sum(block.ref_count > 1 for block in self.blocks), "shared blocks are miscounted"
-        assert self._cached_in_use == sum(block.ref_count > 0 for block in hashed), "cached blocks are miscounted"
+        assert self._shared == sum(count > 1 for count in references), "shared blocks are miscounted"
+        in_use = sum(references[block.block_id] > 0 for block in hashed)
+        assert self._cached_in_use == in_use, "cached blocks are miscounted"
