@@ -3,8 +3,9 @@
 `begin` says "suspect" of a request that had no token when its engine died. Once nothing runs any more suspects are
 begun, one when the one before it has a token; nothing else is begun meanwhile. Those that have theirs go on beside the
 next: if the engine dies again, only one request in it had none. So sixty-four that died together are soon back in one
-batch, and who came to the engine by itself is not drawn into another's death. An old suspect, there at several deaths,
-waits until nothing runs at all, and one that had tokens at each of them is alone until its end.
+batch, also where they are taken over a few at a time, and who came to the engine by itself is not drawn into another's
+death. An old suspect, there at several deaths, waits until nothing runs at all, and one that had tokens at each of them
+is alone until its end.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Quarantine:
         self._run_alone = run_alone
         self._suspects: deque[Entry] = deque()
         self._old: deque[Entry] = deque()
-        self._has_begun = False
+        self._only_suspects = False  # whether whatever runs was begun here, and is no old suspect
         self._passing = 0
         self._clear = asyncio.Event()
         self._clear.set()
@@ -71,6 +72,7 @@ class Quarantine:
     async def passing(self) -> AsyncIterator[None]:
         """Begin and start something ordinary inside this: it waits until there is no suspect."""
         await self._clear.wait()
+        self._only_suspects = False
         self._passing += 1
         try:
             yield
@@ -88,7 +90,8 @@ class Quarantine:
                         await self._changed.wait()
                 except TimeoutError:
                     await self._look_again()
-            self._has_begun = True
+            if self._is_empty():
+                self._only_suspects = bool(self._suspects)
             entry = (self._suspects or self._old).popleft()
             _log.info(
                 "a request that may have ended an engine runs alone", **entry.names, entry=entry.entry_id.decode()
@@ -99,11 +102,10 @@ class Quarantine:
     def _is_ready(self) -> bool:
         if self._passing or not (self._suspects or self._old):
             return False
-        return self._is_empty() or (bool(self._suspects) and self._has_begun)
+        return self._is_empty() or (bool(self._suspects) and self._only_suspects)
 
     def _open_if_over(self) -> None:
         if not self._suspects and not self._old:
-            self._has_begun = False
             self._clear.set()
 
     async def _look_again(self) -> None:

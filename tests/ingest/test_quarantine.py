@@ -84,6 +84,38 @@ def test_suspects_begin_one_by_one_and_nothing_else_beside_them(run: Any) -> Non
     run(scenario())
 
 
+def test_suspects_that_come_later_join_suspects_and_nobody_else(run: Any) -> None:
+    async def scenario() -> None:
+        ward = Ward()
+        for number in (1, 2):  # taken over one after the other, the first cleared before the second is known
+            ward.quarantine.add(entry(number))
+            await ward.until(lambda number=number: len(ward.alone) == number)
+            ward.running += 1
+            ward.cleared.set()
+            await ward.until(lambda: ward.quarantine.is_clear)
+        assert ward.running == 2
+        await ward.pass_by()
+        ward.quarantine.add(entry(3))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(ward.alone) == 2, "somebody who came by itself is not drawn in"
+        ward.running = 0
+        ward.quarantine.notice()
+        await ward.until(lambda: len(ward.alone) == 3)
+        ward.cleared.set()
+        ward.quarantine.add(entry(4), old=True)
+        await ward.until(lambda: len(ward.alone) == 4)
+        ward.running = 1
+        ward.cleared.set()
+        ward.quarantine.add(entry(5))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(ward.alone) == 4, "nothing begins beside an old suspect"
+        await ward.stop()
+
+    run(scenario())
+
+
 def test_a_suspect_that_is_over_does_not_wait_for_its_turn(run: Any) -> None:
     async def scenario() -> None:
         ward = Ward()
