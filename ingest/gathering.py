@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 MAX_TOGETHER = 64
 MAX_BYTES = 1 << 20  # the others of a pipeline wait for what is long
+MAX_UNDER_WAY = 4  # pipelines; what is asked meanwhile goes out together with the next
 
 Item = TypeVar("Item")
 _Asked = tuple[Item, "asyncio.Future[Any]"]
@@ -40,12 +41,19 @@ class Gatherer(Generic[Item]):
         return await future
 
     def _go(self) -> None:
+        if len(self._tasks) >= MAX_UNDER_WAY:
+            return  # the first that comes back calls again
         asked, self._asked = self._asked, []
         # Whoever has been cancelled in this same turn has asked nothing.
         for batch in self._batches([pair for pair in asked if not pair[1].done()]):
             task = asyncio.create_task(self._carry(batch))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._back)
+
+    def _back(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._asked:
+            self._go()
 
     def _batches(self, asked: list[_Asked[Item]]) -> Iterator[list[_Asked[Item]]]:
         batch: list[_Asked[Item]] = []

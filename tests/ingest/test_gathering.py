@@ -8,7 +8,7 @@ from typing import Any
 
 from pagemill.ingest.client import AsyncClient, RequestFailed
 from pagemill.ingest.config import QueueConfig
-from pagemill.ingest.gathering import MAX_BYTES, MAX_TOGETHER, Gatherer
+from pagemill.ingest.gathering import MAX_BYTES, MAX_TOGETHER, MAX_UNDER_WAY, Gatherer
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -56,6 +56,38 @@ def test_whoever_is_cancelled_takes_nobody_along(run: Run) -> None:
         answer.set()
         assert await tasks[2] == "c"
         assert tasks[0].cancelled() and tasks[1].cancelled()
+
+    run(scenario())
+
+
+def test_while_enough_are_under_way_what_is_asked_waits_and_goes_together(run: Run) -> None:
+    sent: list[list[int]] = []
+    answers: list[asyncio.Event] = []
+
+    async def send(items: Sequence[int]) -> list[Any]:
+        sent.append(list(items))
+        answers.append(asyncio.Event())
+        await answers[-1].wait()
+        return list(items)
+
+    async def scenario() -> None:
+        gatherer = Gatherer(send, size=lambda item: 1)
+        asked = []
+        for number in range(MAX_UNDER_WAY + 3):
+            asked.append(asyncio.create_task(gatherer.ask(number)))
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert sent == [[number] for number in range(MAX_UNDER_WAY)]
+        asked[-2].cancel()
+        answers[1].set()
+        async with asyncio.timeout(60):
+            assert await asked[1] == 1
+            while len(sent) == MAX_UNDER_WAY:
+                await asyncio.sleep(0)
+            assert sent[-1] == [MAX_UNDER_WAY, MAX_UNDER_WAY + 2]
+            for answer in answers:
+                answer.set()
+            assert await asked[-1] == MAX_UNDER_WAY + 2
 
     run(scenario())
 
