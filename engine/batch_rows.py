@@ -66,8 +66,8 @@ class BatchRows:
         if fresh:
             self._arrange(requests)
         if not fresh and further:
-            known = zip(lengths, heads, self._lengths, self._heads, strict=True)
-            changed = [place for place, (one, id, other, head) in enumerate(known) if one != other or id != head]
+            before, now = zip(self._lengths, self._heads, strict=True), zip(lengths, heads, strict=True)
+            changed = [place for place, (one, other) in enumerate(zip(before, now, strict=True)) if one != other]
         elif tables == self._written:
             changed = []
         else:

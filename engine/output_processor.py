@@ -3,7 +3,7 @@ sequence that another engine began goes on as if nothing had happened."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pagemill.engine.detokenizer import Detokenizer
 from pagemill.engine.errors import invalid
@@ -82,7 +82,7 @@ class OutputProcessor:
         self.finished: Finish | None = None
         # What `pass_on` reads, and nothing else: a token is looked at in fewer places than it has to be understood in.
         self._ends, self._last = self._checker.ends, request.max_tokens - 1
-        self._texts = self._detokenizer.texts if self._detokenizer is not None else ()
+        self._texts: Mapping[int, str] = self._detokenizer.texts if self._detokenizer is not None else {}
         self._passes = False
         for token_id in request.output_token_ids:
             if self.append(token_id) is not None:
@@ -114,10 +114,7 @@ class OutputProcessor:
         is looked for in: what most are. None, and nothing has happened, where it may be something else, or is -1."""
         if not self._passes or token_id < 0 or token_id in self._ends or self.num_tokens >= self._last:
             return None
-        try:
-            text = self._texts[token_id]
-        except Exception:
-            return None  # `append` looks it up too, and whoever calls that knows what to do
+        text = self._texts.get(token_id)  # only looked up: what is not known yet `append` works out
         if not text:
             return None
         self.num_tokens += 1

@@ -189,7 +189,7 @@ class Scheduler:
     def commit(self, output: SchedulerOutput, sampled: Sequence[Sampled] = ()) -> None:
         """The step has run: its tokens are computed, full blocks become known, fenced blocks become free.
 
-        `sampled`: what it sampled, in order; of drafts only the right ones are computed. None, where it had no drafts.
+        `sampled`: what it sampled, in order; of drafts only the right ones are computed. Empty, where it had none.
         """
         drafted = (
             self._speculation.settle(output.scheduled, sampled) if self._speculation is not None and sampled else ()

@@ -285,3 +285,13 @@ def test_the_longest_stop_strings_are_cheap(tokenizer: Tokenizer) -> None:
     assert matcher.held == 1023
     found = matcher.feed("c")
     assert found is not None and found.stop == stops[1]
+
+
+def test_tokens_of_a_plain_text_that_are_known_are_passed_on(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Once upon a time there was a plain text.")
+    first, second = (OutputProcessor(tokenizer, _request(max_tokens=100), (EOS, OTHER_EOS)) for _ in range(2))
+    for token_id in ids:
+        first.append(token_id)
+    told = "".join(second.pass_on(token_id) or "" for token_id in ids)
+    assert told == first.take_text() and second.num_tokens == len(ids)
+    assert second.pass_on(EOS) is None and second.pass_on(-1) is None
