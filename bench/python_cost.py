@@ -125,6 +125,8 @@ def main() -> None:
     parser.add_argument("--away", type=float, nargs="+", default=[0.0, 12.0, 60.0], help="ms of each step")
     parser.add_argument("--profile", action="store_true", help="also where the time goes")
     args = parser.parse_args()
+    if min(*args.sequences, args.steps) < 1 or min(args.away) < 0:
+        parser.error("--sequences and --steps must be at least 1, --away at least 0")
     config = EngineConfig(
         model="smollm2-135m", dtype="bfloat16", num_blocks_override=4000, num_speculative_tokens=0, threads=1
     )
