@@ -6,7 +6,8 @@ Everything else is there: scheduler, batch, plans, tokenizer, text. Processor mi
 least is the figure that other work on the machine disturbs least. With 0 away it is what Python takes with its own code
 and data in the processor's caches. In a real step they are not, since kernels have run meanwhile: with `away`, the
 processor computes for so many ms instead of them, in registers alone, which is enough. `pages`: how many pages of
-memory a step touches (Linux), the median; what a step costs then is these, and not its instructions.
+memory a step touches (Linux; a huge one counts once), the median; what a step costs then is these, and not its
+instructions.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import bench.as_served  # noqa: F401
 import numba
 from bench.touched_pages import TouchedPages
 

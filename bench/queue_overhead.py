@@ -30,6 +30,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import bench.as_served  # noqa: F401
 import structlog
 from bench.workloads import workloads
 from tests.chaos.engines import EngineHost

@@ -19,6 +19,7 @@ import statistics
 import time
 from typing import Any
 
+import bench.as_served  # noqa: F401
 from bench.workloads import lengths, tokens
 
 from pagemill.engine.llm import LLM

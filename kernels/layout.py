@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import numpy as np
 import torch
+
+from pagemill.kernels.cpu.arena import huge_pages
 
 KVForm = Literal["token_major", "k_major"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT = 64  # bytes: a cache line, and more than any kernel's widest load
 
 
 @dataclass(frozen=True)
@@ -127,21 +127,18 @@ class KVLayout:
         return self.num_layers * self.elements_per_piece * self.dtype.itemsize
 
     def allocate(self) -> torch.Tensor:
-        """The pool [num_layers, num_blocks, elements_per_piece]. The null block is zero, the rest is not written.
+        """The pool [num_layers, num_blocks, elements_per_piece]. The null block is zero, the rest may be anything.
 
         On the CPU the operating system commits memory as blocks are first written, so that a generous pool costs
         nothing until it is used.
         """
         shape = (self.num_layers, self.num_blocks, self.elements_per_piece)
         if torch.device(self.device).type == "cpu":
-            # NumPy asks for huge pages (torch does not): blocks are read in any order, which is hard on the TLB.
-            raw = np.empty(math.prod(shape) * self.dtype.itemsize + _ALIGNMENT, dtype=np.uint8)
-            start = -raw.ctypes.data % _ALIGNMENT
-            pool = torch.from_numpy(raw[start : start + math.prod(shape) * self.dtype.itemsize])
+            pool = torch.from_numpy(huge_pages(math.prod(shape) * self.dtype.itemsize))
             pool = pool.view(self.dtype).view(shape)
         else:
             pool = torch.empty(shape, dtype=self.dtype, device=self.device)
-        pool[:, 0].zero_()
+            pool[:, 0].zero_()
         return pool
 
     def layer(self, pool: torch.Tensor, index: int) -> LayerKV:
