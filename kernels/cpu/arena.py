@@ -39,8 +39,11 @@ class Arena:
 
 def huge_pages(size: int) -> npt.NDArray[np.uint8]:
     """So many bytes, zero, from the start of a huge page on. Memory is committed as it is first touched, and given back
-    when the array is gone. It is not the C library's, whose heap would keep it."""
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    when the array is gone. It is not the C library's, whose heap would keep it. Raises `MemoryError`."""
+    try:
+        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"the system refused {size} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel that was built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
