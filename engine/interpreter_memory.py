@@ -10,15 +10,15 @@ few dozen places, and a start takes a fifth of the page faults.
 Linux gives huge pages to who asks before the memory is first touched. Nobody does for an interpreter:
 
 * The C library's heap grows here by 384 MiB of addresses at once, which are asked for as a whole. Addresses cost
-  nothing. Blocks of less than 4 MiB come from there, those of all threads (one arena); larger ones are mapped on their
-  own as ever, and NumPy asks for theirs.
-* CPython maps arenas of 1 MiB for objects of up to 512 bytes. From here on it takes them from that heap
-  (`kernels/cpu/python_arenas.py`), through the documented `PyObject_SetArenaAllocator`.
+  nothing.
+* CPython's arenas of small objects come from a region of their own (`kernels/cpu/python_arenas.py`).
+
+The price: what has once been taken is kept for what is next, as a heap does anyway.
 
 Rejected: MADV_COLLAPSE afterwards (half of the arenas lie across boundaries, and the page faults have been paid);
-GLIBC_TUNABLES (needs a second exec, and arenas do not come from malloc); copying libpython's code to huge pages, as
-Node.js can do (tools that look into a process no longer find it). The price: what the heap has once been is kept, and
-blocks of any size come from the heap while what is left of its addresses is larger.
+GLIBC_TUNABLES (needs a second exec, and arenas do not come from malloc); one heap for the blocks of all threads
+(M_ARENA_MAX: no gain beyond this was seen); copying libpython's code to huge pages, as Node.js can do (tools that look
+into a process no longer find it).
 
 To be called by a process that is Pagemill's own, before it imports what is large: these are settings of the process.
 """
@@ -27,16 +27,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _HUGE_PAGE = 2 * 2**20
-_RESERVED = 384 * 2**20  # bytes of addresses; a start takes 230 MiB of them
-_MAPPED_ALONE = 4 * 2**20  # bytes from which a block of malloc's is a mapping of its own, as NumPy has it
+_RESERVED = 384 * 2**20  # bytes of addresses; a start takes 170 MiB of them
+_FIRST = 4 * 2**20  # bytes: more than the heap of a process that begins has free at its end
 _BEYOND = 64 * 2**20  # the heap's further steps, without huge pages
-_NEVER = 2**31 - 1
+_MAPPED_ALONE = 32 * 2**20  # bytes from which a block is a mapping of its own: otherwise glibc gets there by itself
 
 # <malloc.h>, <sys/mman.h>
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MADV_HUGEPAGE = 14
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -47,14 +48,14 @@ def gather() -> bool:
     the C library has no such thing."""
     if not _system_has_huge_pages():
         return False
-    heap = _grow_heap(ctypes.CDLL(None))
-    if heap is None:
+    if not _grow_heap(ctypes.CDLL(None)):
         return False
     try:
-        from pagemill.kernels.cpu.python_arenas import take_arenas_from
+        from pagemill.kernels.cpu.python_arenas import gather_arenas
     except ImportError:  # no numba, no LLVM
         return True
-    take_arenas_from(heap)
+    with suppress(MemoryError):  # a limit on addresses
+        gather_arenas()
     return True
 
 
@@ -65,26 +66,23 @@ def _system_has_huge_pages() -> bool:
         return False
 
 
-def _grow_heap(libc: ctypes.CDLL) -> range | None:
-    """Addresses of a heap that has been grown in one step. None where it is not glibc's or cannot grow."""
+def _grow_heap(libc: ctypes.CDLL) -> bool:
+    """False where it is not glibc's or cannot grow."""
     if not hasattr(libc, "gnu_get_libc_version"):
-        return None
+        return False
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.sbrk.argtypes = [ctypes.c_ssize_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_ALONE)
-    libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
-    libc.mallopt(_M_ARENA_MAX, 1)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * _RESERVED)
     libc.mallopt(_M_TOP_PAD, _RESERVED)
-    begin = libc.malloc(_MAPPED_ALONE - 2**16)  # more than the heap has free at its end
+    begin = libc.malloc(_FIRST)
     end = libc.sbrk(0)
     libc.free(begin)
     libc.mallopt(_M_TOP_PAD, _BEYOND)
-    if begin is None or not 0 <= end - begin - _RESERVED <= _RESERVED:
-        return None  # another allocator, or a limit on data
+    if begin is None or not _RESERVED <= end - begin <= 2 * _RESERVED:
+        return False  # another allocator, or a limit on data
     first = -(-begin // _HUGE_PAGE) * _HUGE_PAGE
-    if libc.madvise(first, end // _HUGE_PAGE * _HUGE_PAGE - first, _MADV_HUGEPAGE):
-        return None
-    return range(begin, end)
+    return not libc.madvise(first, end // _HUGE_PAGE * _HUGE_PAGE - first, _MADV_HUGEPAGE)

@@ -138,7 +138,7 @@ class KVLayout:
             pool = pool.view(self.dtype).view(shape)
         else:
             pool = torch.empty(shape, dtype=self.dtype, device=self.device)
-            pool[:, 0].zero_()
+        pool[:, 0].zero_()  # memory for the first blocks as well, lest the first request should wait for it
         return pool
 
     def layer(self, pool: torch.Tensor, index: int) -> LayerKV:

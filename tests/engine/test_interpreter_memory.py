@@ -53,20 +53,19 @@ def _run(program: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_small_objects_and_the_blocks_of_any_thread_lie_where_huge_pages_were_asked_for() -> None:
+def test_small_objects_of_any_thread_and_the_blocks_of_the_first_lie_where_huge_pages_were_asked_for() -> None:
     program = """
 import ctypes, threading
 malloc = ctypes.CDLL(None).malloc
 malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 assert gather()
 small = some(100_000)
-blocks = [malloc(100_000)]
-thread = threading.Thread(target=lambda: blocks.append(malloc(100_000)))
+thread = threading.Thread(target=lambda: small.extend(some(100_000)))
 thread.start()
 thread.join()
-print(*(asked_for(id(one)) for one in (small[50_000], small[-1])), *map(asked_for, blocks))
+print(*(asked_for(id(small[place])) for place in (50_000, 99_999, 150_000, 199_999)), asked_for(malloc(100_000)))
 """
-    assert _run(program) == ["True True True True"]
+    assert _run(program) == ["True True True True True"]
 
 
 def test_what_was_taken_before_is_given_back_to_where_it_came_from() -> None:
@@ -101,14 +100,14 @@ print(highest[-1] - highest[1] < 16, highest)
     assert _run(program)[0].startswith("True")
 
 
-def test_arenas_are_mapped_as_ever_when_the_heap_is_full() -> None:
+def test_arenas_are_mapped_as_ever_when_there_is_no_room_left() -> None:
     program = """
-interpreter_memory._RESERVED = 64 * 2**20
-interpreter_memory._BEYOND = 0
+from pagemill.kernels.cpu import python_arenas
+python_arenas._ROOM = 20 * 2**20
 assert gather()
 kept = some(1_000_000)
 full = resident()
-print(asked_for(id(kept[100_000])), asked_for(id(kept[-1])))
+print(asked_for(id(kept[50_000])), asked_for(id(kept[-1])))
 del kept
 print(full - resident() > 50)
 taken = resident("VmData:")
@@ -141,15 +140,18 @@ print("well")
     assert _run(program, **environment) == ["well"]
 
 
-def test_a_limit_on_memory_leaves_everything_as_it_was() -> None:
-    program = """
+@pytest.mark.parametrize(("mib", "heap"), [(200, False), (800, True)])
+def test_a_limit_on_memory_leaves_the_rest_as_it_was(mib: int, heap: bool) -> None:
+    """Of the two regions the first or none fits in."""
+    program = f"""
 import resource
-resource.setrlimit(resource.RLIMIT_DATA, (200 * 2**20, 200 * 2**20))
-print(gather(), "llvmlite" in sys.modules)
+resource.setrlimit(resource.RLIMIT_DATA, ({mib} * 2**20, {mib} * 2**20))
+print(gather())
 many = some(300_000)
+print(asked_for(id(many[-1])))
 del many
 """
-    assert _run(program) == ["False False"]
+    assert _run(program) == [str(heap), "False"]
 
 
 def test_without_llvm_the_heap_alone_is_in_huge_pages() -> None:
