@@ -1,16 +1,26 @@
 """How the CPU kernels are compiled.
 
 Only functions that Python calls are kept on disk (`kernel_cache`); the helpers they inline are part of them.
+
+Helpers that are not inlined have names, by which the processor's code is linked: of two that have the same, all callers
+get the first. numba numbers the functions of a process from one on, lest two that a function has made (a tile of two
+widths, say) should be taken for one another. Files of the cache come from many processes, each with numbers of its own,
+which meant other functions: attention read another tile's rows. So numbers begin at random here.
 """
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core.bytecode import FunctionIdentity
 
 from pagemill.kernels.cpu.kernel_cache import KernelCache, Report
+
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(60))
 
 F = TypeVar("F", bound=Callable[..., Any])
 

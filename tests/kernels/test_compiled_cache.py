@@ -319,3 +319,41 @@ def test_the_team_has_the_threads_asked_for_and_torch_keeps_to_one() -> None:
         assert CpuOps().threads == threads.available_threads()
     finally:
         torch.set_num_threads(before)
+
+
+def test_functions_of_two_processes_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    """Helpers that the same code has made have the same name, and in each of two processes the same number."""
+    (tmp_path / "twins.py").write_text("""
+import sys
+from pagemill.kernels.cpu import jit
+
+def made(factor):
+    @jit.helper
+    def walk(n):  # calls itself twice, so it is not inlined
+        if n <= 0:
+            return 0
+        return factor + walk(n - 1) + walk(n - 2)
+    return walk
+
+three = made(3) if "first" in sys.argv else None
+five = made(5) if "second" in sys.argv else None
+
+@jit.kernel
+def first(n):
+    return three(n)
+
+@jit.kernel
+def second(n):
+    return five(n)
+
+jit.keep_compiled(sys.argv[1])
+print(*(globals()[name](5) for name in sys.argv[2:]))
+""")
+    said = []
+    for kernels in (["first"], ["second"], ["first", "second"]):
+        command = [sys.executable, str(tmp_path / "twins.py"), str(tmp_path / "cache"), *kernels]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.splitlines()[-1].split())  # after lines that say what is compiled
+    assert said == [["36"], ["60"], ["36", "60"]]
+    assert len(list((tmp_path / "cache").rglob("*.kernel"))) == 2  # the third process compiled nothing
