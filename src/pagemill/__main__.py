@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-COMPUTE = ("serve", "engine", "bench")  # commands that run an engine in their own process
+COMPUTE = frozenset(("serve", "engine", "bench"))  # commands that run an engine in their own process
 
 
 def main() -> None:
-    if any(argument in COMPUTE for argument in sys.argv[1:2]):
+    if not COMPUTE.isdisjoint(sys.argv[1:]):  # wherever options stand; for others that say such a word it does no harm
         from pagemill.engine.interpreter_memory import gather
 
         gather()  # first of all, since it is about what is allocated from now on

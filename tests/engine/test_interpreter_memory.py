@@ -11,7 +11,8 @@ import pytest
 
 from pagemill.engine import interpreter_memory
 
-pytestmark = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what was asked for")
+with_huge_pages = pytest.mark.skipif(
     not interpreter_memory._system_has_huge_pages(), reason="this system gives nobody huge pages"
 )
 
@@ -53,6 +54,7 @@ def _run(program: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@with_huge_pages
 def test_small_objects_of_any_thread_and_the_blocks_of_the_first_lie_where_huge_pages_were_asked_for() -> None:
     program = """
 import ctypes, threading
@@ -68,6 +70,7 @@ print(*(asked_for(id(small[place])) for place in (50_000, 99_999, 150_000, 199_9
     assert _run(program) == ["True True True True True"]
 
 
+@with_huge_pages
 def test_what_was_taken_before_is_given_back_to_where_it_came_from() -> None:
     """Arenas, and the pieces of a thread's stack that deep calls have taken (CPython takes both from one place)."""
     program = """
@@ -87,6 +90,7 @@ for _ in range(100):
     assert _run(program) == ["True"]
 
 
+@with_huge_pages
 def test_memory_does_not_grow_when_arenas_come_and_go() -> None:
     program = """
 from pagemill.kernels.cpu import python_arenas
@@ -103,6 +107,7 @@ print(place, highest[-1] - highest[1] < 16, highest)
     assert _run(program)[0].startswith("True True")
 
 
+@with_huge_pages
 def test_arenas_are_mapped_as_ever_when_there_is_no_room_left() -> None:
     program = """
 from pagemill.kernels.cpu import python_arenas
@@ -143,6 +148,7 @@ print("well")
     assert _run(program, **environment) == ["well"]
 
 
+@with_huge_pages
 @pytest.mark.parametrize(("mib", "heap"), [(200, False), (800, True)])
 def test_a_limit_on_memory_leaves_the_rest_as_it_was(mib: int, heap: bool) -> None:
     """Of the two regions the first or none fits in."""
@@ -157,6 +163,7 @@ del many
     assert _run(program) == [str(heap), "False"]
 
 
+@with_huge_pages
 def test_without_llvm_the_heap_alone_is_in_huge_pages() -> None:
     program = """
 sys.modules["llvmlite"] = None
@@ -179,12 +186,14 @@ print(*answers, asked_for(id(some(100_000)[-1])))
     assert _run(program) == ["False False False"]
 
 
+@with_huge_pages
 @pytest.mark.parametrize(
-    ("command", "gathers"), [("serve", True), ("engine", True), ("bench", True), ("config", False)]
+    ("command", "gathers"),
+    [("serve", True), ("engine", True), ("bench", True), ("--debug serve", True), ("config", False)],
 )
 def test_commands_that_compute_begin_with_it(command: str, gathers: bool) -> None:
     program = f"""
-sys.argv = ["pagemill", {command!r}, "--help"]
+sys.argv = ["pagemill", *{command.split()!r}, "--help"]
 from pagemill.__main__ import main
 try:
     main()
