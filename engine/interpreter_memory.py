@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _HUGE_PAGE = 2 * 2**20
-_RESERVED = 384 * 2**20  # bytes of addresses; a start takes 170 MiB of them
+_RESERVED = 384 * 2**20  # bytes of addresses; a start takes 140 MiB of them
 _FIRST = 4 * 2**20  # bytes: more than the heap of a process that begins has free at its end
 _BEYOND = 64 * 2**20  # the heap's further steps, without huge pages
 _MAPPED_ALONE = 32 * 2**20  # bytes from which a block is a mapping of its own: otherwise glibc gets there by itself

@@ -20,7 +20,7 @@ import llvmlite.binding
 from pagemill.kernels.cpu.arena import huge_pages
 
 _ARENA = 2**20  # bytes: CPython's ARENA_SIZE
-_ROOM = 1024 * _ARENA  # bytes of addresses: a start takes 60 arenas
+_ROOM = 1024 * _ARENA  # bytes of addresses: a start takes 66 arenas
 
 _CODE = """
 @unused = internal global i64 {begin}
