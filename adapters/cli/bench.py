@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pagemill.adapters.cli.garbage import keep_what_is_there
 from pagemill.adapters.cli.parser import given_settings
 from pagemill.adapters.cli.progress import progress_bar, waiting
 from pagemill.adapters.cli.settings import Settings
@@ -75,6 +76,7 @@ def measure(name: str, rows: list[tuple[list[int], int]], settings: Settings) ->
     with progress_bar() as progress:
         llm = LLM(**fields, progress=progress)
     loaded = time.perf_counter()
+    keep_what_is_there()
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in rows]
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for _, count in rows]
     with waiting(f"{name}: {len(rows)} requests, {sum(len(prompt) for prompt, _ in rows)} prompt tokens"):

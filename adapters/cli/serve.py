@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagemill.adapters.cli.garbage import import_engine, keep_what_is_there
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import ProcessConfig, Settings, without_password
 from pagemill.adapters.cli.signals import at_signal, exit_now, stopped_by_signal
@@ -32,47 +32,20 @@ if TYPE_CHECKING:
     from pagemill.ingest.worker import Worker
 
 LAST_WORDS_S = 1.0  # for what a stopped engine has told to reach the gateway's clients
-_USUAL_COLLECTIONS = gc.get_threshold()
-_OBJECTS_OF_A_START = 300_000  # with a model of 30 layers half of them are made
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Serve until a signal. Returns 0 after a clean stop; a device that fails is an `EngineDeadError`."""
     engine, queue, process = settings.engine(), settings.queue(), settings.process()
     if args.command == "engine":
-        _import_engine()
+        import_engine()
         return asyncio.run(_serve(engine, queue))
     gateway, webhook = settings.gateway(), settings.webhook()
     if settings.is_given("redis_url"):
-        _import_engine()
+        import_engine()
         return asyncio.run(_serve_all(engine, gateway, webhook, queue))
     with _embedded(process) as server:
         return asyncio.run(_serve_all(engine, gateway, webhook, queue.replace(redis_url=server.url)))
-
-
-def _import_engine() -> None:
-    """Nearly all that a start makes stays: looking for garbage among modules takes a seventh of the time that importing
-    them takes. So nobody looks here, nor until `_keep_what_is_there` unless there are more objects than a start
-    makes that does not compile."""
-    from pagemill.engine.torch_import import without_compilers
-
-    gc.disable()
-    try:
-        with without_compilers():
-            import pagemill.ingest.worker  # noqa: F401
-    finally:
-        gc.enable()
-    gc.freeze()
-    gc.collect()  # takes no time now, and begins to count
-    gc.set_threshold(_OBJECTS_OF_A_START)
-
-
-def _keep_what_is_there() -> None:
-    """All of it lives as long as the role; a collection need not walk over every block of the pool again."""
-    if any(gc.get_count()[1:]):  # there were so many objects that one has been made: kernels were compiled
-        gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_USUAL_COLLECTIONS)
 
 
 @contextlib.contextmanager
@@ -83,7 +56,7 @@ def _embedded(process: ProcessConfig) -> Iterator[EmbeddedServer]:
         with ThreadPoolExecutor(1) as beside:
             stack.callback(server.stop)
             starting = beside.submit(server.start)
-            _import_engine()
+            import_engine()
         starting.result()
         yield server
 
@@ -125,7 +98,7 @@ async def _serve(
 
     with at_signal(exit_now), progress_bar() as progress:
         engine = await AsyncEngine.create(engine_config, progress)
-    _keep_what_is_there()
+    keep_what_is_there()
     worker = Worker(engine, queue)
     serving = asyncio.create_task(worker.run())
     announcing = asyncio.create_task(_announce(worker, engine.info.model_name, queue, http_url))

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagemill.adapters.cli.garbage import keep_what_is_there
 from pagemill.adapters.cli.progress import progress_bar
 from pagemill.adapters.cli.settings import Settings
 from pagemill.engine.errors import ConfigError
@@ -33,6 +34,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         raise ConfigError(f"device must be cpu for bench step, got {config.device}: use the profiler of the GPU")
     with progress_bar() as progress:
         llm = LLM(**{field: getattr(config, field) for field in config.__slots__}, progress=progress)
+    keep_what_is_there()
     profiler = Profiler(llm._parts.core)
     threads = config.threads or _threads()
     tables = []

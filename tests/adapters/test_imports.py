@@ -73,12 +73,12 @@ def test_garbage_of_a_start_is_looked_for_once_if_so_much_was_made_that_somethin
     program = f"""
 import gc
 usual = gc.get_threshold()
-from pagemill.adapters.cli import serve
-serve._import_engine()
+from pagemill.adapters.cli import garbage
+garbage.import_engine()
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
-kept = [[] for _ in range(serve._OBJECTS_OF_A_START // 2 * {3 if compiles else 1})]
-serve._keep_what_is_there()
+kept = [[] for _ in range(garbage._OBJECTS_OF_A_START // 2 * {3 if compiles else 1})]
+garbage.keep_what_is_there()
 print(2 in collections, gc.get_threshold() == usual, gc.get_freeze_count() >= len(kept), gc.isenabled())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
