@@ -17,8 +17,8 @@ The price: what has once been taken is kept for what is next, as a heap does any
 
 Rejected: MADV_COLLAPSE afterwards (half of the arenas lie across boundaries, and the page faults have been paid);
 GLIBC_TUNABLES (needs a second exec, and arenas do not come from malloc); one heap for the blocks of all threads
-(M_ARENA_MAX: no gain beyond this was seen); copying libpython's code to huge pages, as Node.js can do (tools that look
-into a process no longer find it).
+(M_ARENA_MAX: no gain beyond this was seen); copying libpython's code to huge pages, as Node.js can do (no gain
+in turns, and tools that look into a process no longer find it).
 
 To be called by a process that is Pagemill's own, before it imports what is large: these are settings of the process.
 """
