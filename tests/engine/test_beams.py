@@ -178,6 +178,23 @@ def test_a_search_that_outgrows_the_pool_tells_what_it_has() -> None:
     assert 0 < len(bench.choices["r", 0]) < 30
 
 
+def test_beams_that_rules_thin_out_keep_their_places(truth: Truth) -> None:
+    """Two tokens are allowed, so two beams begin, then four. Whoever waits must get neither the seats nor the blocks of
+    those that are still to come."""
+    search = SamplingParams(beam_width=4, n=4, allowed_token_ids=[7, 9], ignore_eos=True, max_tokens=12)
+    jobs = {"search": ([1, 2, 3], search)}
+    alone = run(engine(truth.folder), jobs)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    jobs |= {f"other{index}": ([9] * (2 + 9 * index), greedy) for index in range(4)}
+    parts = engine(truth.folder, max_num_seqs=4, max_num_batched_tokens=4, num_speculative_tokens=0)
+    assert beams(run(parts, jobs)["search"]) == beams(alone["search"])
+    parts = engine(truth.folder, num_blocks_override=20)
+    parts.core.add(make_request("search", TokenIds([1, 2, 3]), search, parts.limits, None))
+    parts.core.step()
+    assert parts.core.scheduler.num_running == 2
+    assert parts.core.scheduler.cache.num_available == 20 - 1 - 4 * 4, "a beam may need a copy and three blocks more"
+
+
 def test_aborting_a_search_frees_every_beam() -> None:
     bench = Bench(num_blocks=60, block_size=4)
     bench.add(make("r", [1, 2, 3], 30, beam_width=4))
