@@ -238,6 +238,8 @@ class Scheduler:
                 decodes.append(ScheduledSequence(request, computed, 1, table, True, request.top))
                 continue
             while not grow(request, computed + 1, moves):
+                if request.top and self.promises.borrow(request, self._running):
+                    continue
                 victim = None if len(self._running) == 1 else self.preemption.choose(self._running)
                 if victim is None:
                     # It is alone, or only it and what never gives way: the pool has no more for it.

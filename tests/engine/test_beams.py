@@ -195,6 +195,16 @@ def test_beams_that_rules_thin_out_keep_their_places(truth: Truth) -> None:
     assert parts.core.scheduler.cache.num_available == 20 - 1 - 4 * 4, "a beam may need a copy and three blocks more"
 
 
+@pytest.mark.parametrize(("width", "block_size", "prompt"), [(3, 16, 3), (5, 16, 1), (8, 16, 17)])
+def test_a_pool_of_what_a_search_is_promised_holds_it(width: int, block_size: int, prompt: int) -> None:
+    now, most = (-(-tokens // block_size) for tokens in (prompt, prompt + 9))
+    bench = Bench(num_blocks=1 + now + width * (most - now + 1), block_size=block_size)
+    bench.add(make("r", range(1, 1 + prompt), 10, n=width, beam_width=width))
+    bench.run()
+    found = [bench.choices["r", index] for index in range(width)]
+    assert found == beam_twin(range(1, 1 + prompt), width, width, 10, 1.0, False)
+
+
 def test_aborting_a_search_frees_every_beam() -> None:
     bench = Bench(num_blocks=60, block_size=4)
     bench.add(make("r", [1, 2, 3], 30, beam_width=4))
