@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ def _sharded(path: Path, index: str, table: dict[str, Any]) -> tuple[Path, ...]:
     # A name with a folder in it could reach outside the model.
     if any(Path(name).name != name for name in names):
         raise ConfigError(f"{path / index} names files outside its folder")
-    missing = [name for name in names if not (path / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(path / name)]  # also where it is too long for a name
     if missing:
         raise ConfigError(f"{path} lacks {len(missing)} of {len(names)} weight files, among them {missing[0]}")
     return tuple(path / name for name in names)

@@ -7,7 +7,7 @@ gives way. Beside the promise an admission leaves free what the running ones are
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from pagemill.engine.forecast import GrowthForecast
 from pagemill.engine.kv_cache_manager import KVCacheManager, PrefixMatch
@@ -68,6 +68,16 @@ class Promises:
             return min(1, request.promised_blocks)
         whole = self._cache.blocks_for(request.max_slots) - len(request.block_table) + 1
         return min(whole, (self._cache.num_available + request.promised_blocks) // sharers)
+
+    def borrow(self, beam: Request, running: Iterable[Request]) -> bool:
+        """Set a block free that another beam of the same search was promised. False: there is none. Shares of a promise
+        are rounded down, and who of those that hold one block pays for a copy is known only when they write: one beam
+        without a block would end the search in front of all that the others keep back."""
+        for other in running:
+            if other.promised_blocks and other.request_id == beam.request_id:
+                self._cache.promise(other, other.promised_blocks - 1)
+                return True
+        return False
 
     def _wanted(self, request: Request) -> int:
         """Blocks for all of its tokens and the next, and a copy of the last block for each other seat; or for its whole

@@ -28,7 +28,7 @@ class Request:
     `prompt_token_ids` never changes; `output_token_ids` grows, and starts non-empty when a request is resumed from
     what another engine has already published. `num_computed_tokens` tokens of prompt + output have their keys and
     values in the blocks of `block_table`. The first of several choices computes the prompt for all of them: until it is
-    forked it takes `seats` places in the batch.
+    forked it takes `seats` places in the batch, and so does a beam in the place of those that are still to be.
     """
 
     request_id: str

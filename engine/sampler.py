@@ -50,14 +50,19 @@ def share_draws(sampled: Sequence[SampledRows], drawn: Sequence[int]) -> list[Sa
 def position_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], tops: Sequence[int], ops: Ops
 ) -> list[PositionLogprobs]:
-    """What rows of logits [L, V] say about `token_ids`, with so many of the likeliest tokens beside each."""
+    """What rows of logits [L, V] say about `token_ids`, with so many of the likeliest tokens beside each, as far as
+    there are any: V may be less, and a row that is no distribution has none."""
     found = ops.logprobs(logits, torch.tensor(token_ids, dtype=torch.int64, device=logits.device), max(tops, default=0))
     chosen, rank = found.chosen.tolist(), found.rank.tolist()
     ids, values = found.ids.tolist(), found.values.tolist()
     return [
         PositionLogprobs(
             TokenLogprob(token_id, chosen[row], rank[row]),
-            [TokenLogprob(ids[row][place], values[row][place], place + 1) for place in range(top)],
+            [
+                TokenLogprob(other, values[row][place], place + 1)
+                for place, other in enumerate(ids[row][:top])
+                if other >= 0
+            ],
         )
         for row, (token_id, top) in enumerate(zip(token_ids, tops, strict=True))
     ]

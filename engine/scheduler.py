@@ -103,24 +103,30 @@ class Scheduler:
 
     def replace(self, beams: list[Request], survivors: list[tuple[Request, Request | None]]) -> None:
         """Exchange the running `beams` of one request: of each pair in `survivors` the first goes on as it is, or, with
-        a second, the second is forked from it. Whoever of `beams` is not the first of a pair without a second ends."""
+        a second, the second is forked from it. Whoever of `beams` is not the first of a pair without a second ends.
+
+        Where rules leave fewer tokens than there are beams, fewer go on for a while: one of them keeps the seats, and
+        the promise, of those that may be forked from it later.
+        """
         kept = {origin for origin, fork in survivors if fork is None}
+        seats = sum(beam.seats for beam in beams)
         for beam in beams:
             if beam.promised_blocks:
                 self.cache.promise(beam, 0)
-        for beam in kept:
-            self._seats += 1 - beam.seats
-            beam.seats = 1
         forks = [(origin, fork) for origin, fork in survivors if fork is not None]
         for origin, fork in forks:
             self._continue(origin, fork, 0)
-        self._seats += len(forks)
         for beam in beams:
             if beam not in kept:
                 self.finish(beam)
+        self._seats += seats - sum(beam.seats for beam in kept)
         going_on = [*kept, *(fork for _, fork in forks)]
-        for index, request in enumerate(going_on):
-            self.cache.promise(request, self.promises.for_fork(request, len(going_on) - index))
+        for request in going_on:
+            request.seats = 1
+        going_on[0].seats += seats - len(going_on)
+        for request in going_on:
+            self.cache.promise(request, request.seats * self.promises.for_fork(request, seats))
+            seats -= request.seats
 
     def finish(self, request: Request, *, ended: bool = False) -> bool:
         """The request ends here, in whatever state it is; its blocks go back. False if it has ended already.
@@ -232,6 +238,8 @@ class Scheduler:
                 decodes.append(ScheduledSequence(request, computed, 1, table, True, request.top))
                 continue
             while not grow(request, computed + 1, moves):
+                if request.top and self.promises.borrow(request, self._running):
+                    continue
                 victim = None if len(self._running) == 1 else self.preemption.choose(self._running)
                 if victim is None:
                     # It is alone, or only it and what never gives way: the pool has no more for it.

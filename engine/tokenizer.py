@@ -48,10 +48,11 @@ class Tokenizer:
     def from_folder(cls, path: str | PathLike[str]) -> Tokenizer:
         """Read the tokenizer of a model folder. Nothing is downloaded. Raises `ConfigError`."""
         try:
-            loaded = read_plain(Path(path)) or _through_transformers(Path(path))
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            return cls(read_plain(Path(path)) or _through_transformers(Path(path)))
+        except ConfigError:
+            raise
+        except Exception as error:  # the Rust library raises no other kind, transformers whatever it trips over
             raise ConfigError(f"cannot read a tokenizer from {path}: {error}") from error
-        return cls(loaded)
 
     @property
     def transformers_tokenizer(self) -> Any:

@@ -42,6 +42,8 @@ def _is_native(folder: ModelFolder) -> bool:
     model_type = folder.config.get("model_type", usual)
     if model_type == usual:
         return True
+    if not isinstance(model_type, str | None):
+        raise ConfigError(f"{folder.path / 'config.json'}: model_type must be a name, got {model_type!r}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return model_type not in CONFIG_MAPPING_NAMES

@@ -178,6 +178,33 @@ def test_a_search_that_outgrows_the_pool_tells_what_it_has() -> None:
     assert 0 < len(bench.choices["r", 0]) < 30
 
 
+def test_beams_that_rules_thin_out_keep_their_places(truth: Truth) -> None:
+    """Two tokens are allowed, so two beams begin, then four. Whoever waits must get neither the seats nor the blocks of
+    those that are still to come."""
+    search = SamplingParams(beam_width=4, n=4, allowed_token_ids=[7, 9], ignore_eos=True, max_tokens=12)
+    jobs = {"search": ([1, 2, 3], search)}
+    alone = run(engine(truth.folder), jobs)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    jobs |= {f"other{index}": ([9] * (2 + 9 * index), greedy) for index in range(4)}
+    parts = engine(truth.folder, max_num_seqs=4, max_num_batched_tokens=4, num_speculative_tokens=0)
+    assert beams(run(parts, jobs)["search"]) == beams(alone["search"])
+    parts = engine(truth.folder, num_blocks_override=20)
+    parts.core.add(make_request("search", TokenIds([1, 2, 3]), search, parts.limits, None))
+    parts.core.step()
+    assert parts.core.scheduler.num_running == 2
+    assert parts.core.scheduler.cache.num_available == 20 - 1 - 4 * 4, "a beam may need a copy and three blocks more"
+
+
+@pytest.mark.parametrize(("width", "block_size", "prompt"), [(3, 16, 3), (5, 16, 1), (8, 16, 17)])
+def test_a_pool_of_what_a_search_is_promised_holds_it(width: int, block_size: int, prompt: int) -> None:
+    now, most = (-(-tokens // block_size) for tokens in (prompt, prompt + 9))
+    bench = Bench(num_blocks=1 + now + width * (most - now + 1), block_size=block_size)
+    bench.add(make("r", range(1, 1 + prompt), 10, n=width, beam_width=width))
+    bench.run()
+    found = [bench.choices["r", index] for index in range(width)]
+    assert found == beam_twin(range(1, 1 + prompt), width, width, 10, 1.0, False)
+
+
 def test_aborting_a_search_frees_every_beam() -> None:
     bench = Bench(num_blocks=60, block_size=4)
     bench.add(make("r", [1, 2, 3], 30, beam_width=4))

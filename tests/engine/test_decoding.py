@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,20 @@ def test_logprobs_are_of_the_raw_distribution(top: int, core: EngineCore, refere
         assert output.token_ids == expected and output.logprobs is not None
         for position, row, token_id in zip(output.logprobs, rows, expected, strict=True):
             near(position, row, token_id, top)
+
+
+def test_a_vocabulary_of_fewer_tokens_than_are_listed(tmp_path: Path) -> None:
+    """Of amino acids, say: no more than all of them are listed."""
+    config = CONFIGS["llama-gqa"]()
+    config.vocab_size = 7
+    folder = save_model(config, tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=20, prompt_logprobs=20)
+    found = run(engine(folder).core, request("r", [1, 2, 3], params))["r", 0]
+    assert found.logprobs is not None and found.prompt_logprobs is not None
+    for position in (*found.logprobs, *found.prompt_logprobs[1:]):
+        assert position is not None
+        assert sorted(token.token_id for token in position.top) == list(range(7))
+        assert sum(math.exp(token.logprob) for token in position.top) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("budget", [4, 64])

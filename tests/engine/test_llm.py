@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pagemill import LLM, SamplingParams
 from pagemill.engine.errors import ConfigError, EngineDeadError, RequestError
+from tests.chaos.model import make_model
 from tests.engine.tiny_models import CONFIGS, save_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -211,3 +213,16 @@ def test_nothing_runs_after_a_step_that_broke(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
     with pytest.raises(EngineDeadError, match="device lost"):
         llm.generate("a", GREEDY)
+
+
+def test_the_log_probabilities_of_a_prompt_that_breaks_the_model_end_its_request_alone(tmp_path: Path) -> None:
+    """Embeddings that nobody trained may hold anything, and a row that is no distribution has no likeliest token."""
+    weights = load_file(make_model(tmp_path) / "model.safetensors")
+    weights["model.embed_tokens.weight"][5] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    llm = LLM(str(tmp_path), dtype="float32", threads=1, num_blocks_override=16)
+    params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=3)
+    good, bad = llm.generate([[1, 2, 3], [1, 5, 3]], params)
+    assert good.error is None and len(good.outputs[0].token_ids) == 4
+    assert bad.error is not None and "not a number" in bad.error.message
+    llm.check()

@@ -172,6 +172,7 @@ def test_eos_ids_come_from_both_files(copy: Path) -> None:
         (lambda f: edit_json(f / "config.json", max_position_embeddings=10**12), "1000000000000 is not plausible"),
         (lambda f: edit_json(f / "config.json", num_hidden_layers=4), "lacks the weight layers.3.input_layernorm"),
         (lambda f: edit_json(f / "config.json", num_hidden_layers=2), "weights that the model lacks, first layers.2"),
+        (lambda f: edit_json(f / "config.json", model_type=["llama"]), r"model_type must be a name, got \['llama'\]"),
         (
             lambda f: edit_json(f / "config.json", attention_bias=True),
             "lacks the weight layers.0.self_attn.q_proj.bias",
@@ -192,6 +193,10 @@ def test_eos_ids_come_from_both_files(copy: Path) -> None:
         (
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-2"}}'),
             "lacks 1 of 1 weight files, among them part-2",
+        ),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}})),
+            "lacks 1 of 1 weight files, among them xxx",
         ),
         (
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}'),

@@ -18,6 +18,7 @@ from pagemill.engine.errors import ConfigError, RequestError
 from pagemill.engine.llm import LLM
 from pagemill.engine.loader import resolve_model
 from pagemill.engine.tokenizer import Tokenizer
+from tests.chaos.model import make_model
 from tests.engine.tiny_models import CONFIGS, save_model
 
 TEXTS = (
@@ -83,6 +84,23 @@ def test_every_token_has_the_bytes_that_decode_gives_it(tokenizer: Tokenizer) ->
 
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read a tokenizer"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", {"version": "9", "added_tokens": [], "model": {"type": "BPE", "vocab": 1}}),
+        ("tokenizer.json", {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": -1}}}),
+        ("tokenizer_config.json", []),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": 5}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": 5}),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(name: str, content: object, tmp_path: Path) -> None:
+    make_model(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"cannot read a tokenizer from {tmp_path}: ."):
         Tokenizer.from_folder(tmp_path)
 
 
