@@ -39,4 +39,6 @@ def shown(value: Any) -> str:
         text = repr(value) if isinstance(value, str | bytes) else str(value)
     except ValueError:
         return f"one of too many digits ({type(value).__name__})"
+    except RecursionError:
+        return f"one that is nested too deep ({type(value).__name__})"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

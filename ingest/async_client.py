@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -191,9 +191,10 @@ class AsyncClient:
             if set(prompt) != {"prompt_token_ids"} or prompt_token_ids is not None:
                 raise invalid('a prompt is a string or {"prompt_token_ids": [...]}', "prompt")
             prompt_token_ids, prompt = prompt["prompt_token_ids"], None
-        if prompt_token_ids is not None and not isinstance(prompt_token_ids, list):
-            # Arrays and tensors have `tolist`, which gives plain integers.
-            prompt_token_ids = getattr(prompt_token_ids, "tolist", lambda ids=prompt_token_ids: list(ids))()
+        if hasattr(prompt_token_ids, "tolist"):  # of arrays and tensors, gives plain integers
+            prompt_token_ids = prompt_token_ids.tolist()
+        elif isinstance(prompt_token_ids, Iterable) and not isinstance(prompt_token_ids, str | bytes | Mapping):
+            prompt_token_ids = list(prompt_token_ids)
         body = {"prompt": prompt, "messages": messages, "prompt_token_ids": prompt_token_ids, **params}
         body["idempotency_key"] = idempotency_key
         checked, data = check_and_encode(body, self.config.max_body_bytes)

@@ -174,7 +174,7 @@ class ServerClient(aioredis.Redis):
     async def run_pipeline(self, pipeline: Any) -> list[Any]:
         """Send a pipeline. Replies in order; a command that failed has its exception in its place."""
         async with self._free_connections, asyncio.timeout(REPLY_TIMEOUT_S):
-            if self._kept:
+            if self._kept and len(pipeline):  # one without commands would not give it back
                 pipeline.connection = self._kept.pop()  # goes back to the pool, where `send` finds it
             return list(await pipeline.execute(raise_on_error=False))
 

@@ -21,6 +21,7 @@ from pagemill.ingest.redis import Backoff, Client, connect_blocking, is_group_lo
 from pagemill.ingest.rounds import Rounds
 
 _PAGE = 100
+_GREATEST = b"18446744073709551615-18446744073709551615"  # entry that there can be
 REAP_S = 1.0
 TAKEN_OVER = 4  # entries of dead engines at a time: as many as a worker begins together
 LOSS_LOG_S = 5.0  # streams that somebody deletes again and again do not fill the log
@@ -238,6 +239,8 @@ class StreamReader:
                         entries.append(Entry(self._shard, number, entry_id, fields))
                     else:
                         await self._client.xack(stream, GROUP, entry_id)
+                if page[-1][0] == _GREATEST:  # nothing comes after it, and the server refuses to be asked
+                    break
                 first = b"(" + page[-1][0]
         return entries
 

@@ -59,6 +59,12 @@ async def read_bytes(request: web.Request, timeout_s: float) -> bytes:
         ) from None
 
 
+def as_utf8(text: str) -> str:
+    """A header's text with replacements for the bytes that are no UTF-8. aiohttp keeps these as lone surrogates, which
+    neither JSON nor Redis takes."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def bad_encoding(given: str) -> ApiError:
     message = f"a body may be packed by gzip or deflate, or not at all; got {given}"
     return ApiError(415, message, param="Content-Encoding", code="unsupported_encoding", headers=_CLOSE)

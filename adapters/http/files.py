@@ -16,6 +16,7 @@ import orjson
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from pagemill.adapters.http.body import as_utf8
 from pagemill.adapters.http.errors import ApiError, not_found
 from pagemill.adapters.http.gateway import Gateway, gateway_of, tenant_of
 from pagemill.adapters.http.openai_routes import json_response
@@ -128,18 +129,17 @@ async def upload(request: web.Request) -> web.Response:
     purpose, shown = None, None
     files = Files(gateway, tenant_of(request))
     try:
-        async for part in await request.multipart():
-            if not isinstance(part, BodyPartReader):
-                raise invalid("the form holds a form", "file")
+        async for part in _parts(request):
             if part.name == "purpose":
                 purpose = (await _small(part)).decode("utf-8", "replace")
             elif part.name == "file" and shown is None:
-                name = (part.filename or "upload")[:MAX_NAME]
+                name = as_utf8(part.filename or "upload")[:MAX_NAME]
                 shown = await files.create(name, purpose or PURPOSES[0], _arriving(gateway, part))
             elif part.name in ("expires_after[anchor]", "expires_after[seconds]"):
                 await _small(part)
             else:
-                raise invalid(f"unknown field {str(part.name)[:64]!r}", str(part.name)[:64])
+                unknown = as_utf8(str(part.name))[:64]
+                raise invalid(f"unknown field {unknown!r}", unknown)
         if shown is None:
             raise invalid("file is needed", "file")
         if purpose not in PURPOSES:
@@ -151,6 +151,21 @@ async def upload(request: web.Request) -> web.Response:
             raise ApiError(400, "the form cannot be read", param="body", code="invalid_body") from error
         raise
     return json_response({**shown, "purpose": purpose})
+
+
+async def _parts(request: web.Request) -> AsyncGenerator[BodyPartReader, None]:
+    """The fields of the form."""
+    form = await request.multipart()
+    while True:
+        try:
+            part = await form.next()
+        except RuntimeError as error:  # what aiohttp says of a `_charset_` that is too long to be one
+            raise ValueError(str(error)) from error
+        if part is None:
+            return
+        if not isinstance(part, BodyPartReader):
+            raise invalid("the form holds a form", "file")
+        yield part
 
 
 async def _arriving(gateway: Gateway, part: BodyPartReader) -> AsyncGenerator[bytes, None]:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from pagemill.adapters.http.body import as_utf8
 from pagemill.adapters.http.gateway import Gateway
 from pagemill.engine.errors import RequestError, invalid
 from pagemill.ingest.async_client import AsyncClient, AsyncHandle
@@ -170,6 +171,8 @@ def idempotency_key(request: web.Request, body: dict[str, Any]) -> str | None:
         raise invalid("idempotency_key differs from the header Idempotency-Key", "idempotency_key")
     if key is not None and (not isinstance(key, str) or not 1 <= len(key) <= 480):
         raise invalid("an idempotency key must have 1 to 480 characters", "idempotency_key")
+    if key is not None and as_utf8(key) != key:  # a header may hold any bytes
+        raise invalid("an idempotency key must be UTF-8", "idempotency_key")
     return key
 
 

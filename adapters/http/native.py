@@ -28,6 +28,9 @@ async def submit(request: web.Request) -> web.Response:
     gateway, tenant = gateway_of(request), tenant_of(request)
     body = await read_json(request, gateway.config.http_read_timeout_s)
     key = idempotency_key(request, body)
+    for name in ("self", "traceparent"):  # arguments of the client's `submit` that are no fields
+        if name in body:
+            raise invalid(f"unknown field {name!r}", name)
     if body.get("tenant") not in (None, tenant):
         raise ApiError(403, f"the API key belongs to tenant {tenant}", param="tenant", code="forbidden_tenant")
     name = body.pop("model", None)

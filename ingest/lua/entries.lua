@@ -24,6 +24,12 @@ local function is_after(entry, other)
   return #seq > #other_seq or #seq == #other_seq and seq > other_seq
 end
 
+-- Where what comes after an entry begins, as in XRANGE. Nil after the greatest id that there is: nothing can come, and the
+-- server refuses to be asked.
+local function beyond(entry)
+  return entry ~= '18446744073709551615-18446744073709551615' and '(' .. entry or nil
+end
+
 -- What the server says of a group; nil where there is none.
 local function group_of(stream, group)
   for _, flat in ipairs(ask('XINFO', 'GROUPS', stream)) do

@@ -7,7 +7,8 @@
 local now = server_ms()
 local waited = {}
 for i, stream in ipairs(KEYS) do
-  local first = redis.call('XRANGE', stream, '(' .. last_delivered(stream, ARGV[1]), '+', 'COUNT', 1)[1]
+  local start = beyond(last_delivered(stream, ARGV[1]))
+  local first = start and redis.call('XRANGE', stream, start, '+', 'COUNT', 1)[1]
   waited[i] = first and math.max(0, now - accepted_at(first[1], now)) or 0
 end
 return waited

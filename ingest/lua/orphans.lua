@@ -39,6 +39,6 @@ for stream = 0, #KEYS - 3 do
     for _, item in ipairs(page) do look_at(stream, key, item[1], consumer.name) end
     if #page == most and (not last or is_after(last, page[most][1])) then last = page[most][1] end
   end
-  places[#places + 1] = last and '(' .. last or '-'
+  places[#places + 1] = last and beyond(last) or '-'
 end
 return {to_end, unknown, places}

@@ -28,13 +28,13 @@ for i = 1, #KEYS do
   local told = group_of(key, group)
   -- More is there than somebody holds or is yet to be delivered. Where the server cannot tell, they are looked at.
   if told and redis.call('XLEN', key) > told.pending + (tonumber(told.lag) or 0) then
-    local page = redis.call('XRANGE', key, '(' .. place, told['last-delivered-id'], 'COUNT', PAGE)
+    local page = redis.call('XRANGE', key, beyond(place), told['last-delivered-id'], 'COUNT', PAGE)
     for _, item in ipairs(page) do
       if left == 0 then break end
       look_at(i - 1, key, item[1], item[2])
       place = item[1]
     end
-    if left > 0 and #page < PAGE then place = '0-0' end
+    if left > 0 and #page < PAGE or not beyond(place) then place = '0-0' end
   end
   places[i] = place
 end

@@ -47,4 +47,4 @@ for _, item in ipairs(page) do
   end
 end
 if given > 0 then tell_to_look(base, owner) end
-return #page == tonumber(ARGV[5]) and '(' .. page[#page][1] or ''
+return #page == tonumber(ARGV[5]) and beyond(page[#page][1]) or ''

@@ -22,6 +22,8 @@ from tests.adapters.job_engine import engine_at_work
 from tests.adapters.processes import environment
 
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+CALLING = b'{"url":"/v1/chat/completions","body":{"messages":[{"role":"user","content":"x"}],"tools":['
+CALLING += b'{"type":"function","function":{"name":"f"}}],"tool_choice":'
 
 
 def chat(name: str, text: str, **fields: Any) -> dict[str, Any]:
@@ -181,6 +183,7 @@ def test_state_survives_what_crashes_do_to_it(tmp_path: Path) -> None:
         (b'{"url":"/v1/completions"}', "body"),
         (b'{"prompt":"x","idempotency_key":"mine"}', "idempotency_key"),
         (b'{"prompt":"' + b"x" * 2000 + b'"}', "body"),
+        (CALLING + b"[" * 1000 + b"]" * 1000 + b"}}", "tool_choice"),  # Python refuses to print it
     ],
 )
 def test_a_bad_line_is_told_by_its_field(line: bytes, param: str) -> None:

@@ -172,6 +172,7 @@ ODD: list[tuple[bytes, int, str | None]] = [
     (b"Content-Encoding: zstd\r\nContent-Length: 2\r\n\r\n{}", 415, "unsupported_encoding"),
     (b"Upgrade: h2c\r\nContent-Length: 2\r\n\r\n{}", 400, "invalid_request"),
     (b"Content-Length: 1\r\n\r\n{}", 400, "invalid_http"),
+    (b'Idempotency-Key: \xff\r\nContent-Length: 14\r\n\r\n{"prompt":"x"}', 400, "invalid_request"),
 ]
 
 

@@ -51,6 +51,19 @@ def test_files(tried: Any) -> None:
         for data, kind in ((b"x", form), (b"--b\r\n", f"{form}; boundary=b"), (b"{}", "application/json")):
             answer = await web.ask("POST", "/v1/files", data=data, headers={"Content-Type": kind})
             assert answer.status in (400, 415) and answer.error
+        fields = (
+            (b'name="file"; filename="\xe4.jsonl"', b"{}", 200, None),  # a terminal in Latin-1
+            (b'name="\xe4"', b"x", 400, "\ufffd"),
+            (b'name="_charset_"', b"x" * 99, 400, "body"),
+        )
+        for named, data, status, param in fields:
+            part = b"--b\r\nContent-Disposition: form-data; " + named + b"\r\n\r\n" + data + b"\r\n"
+            purpose = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+            answer = await web.ask(
+                "POST", "/v1/files", data=part + purpose, headers={"Content-Type": f"{form}; boundary=b"}
+            )
+            assert answer.status == status, (named, answer.text)
+            assert answer.json["filename"] == "\ufffd.jsonl" if param is None else answer.error["param"] == param
 
     tried(scenario, http_max_file_bytes=2_000_000)
 

@@ -62,6 +62,9 @@ def test_a_request_its_events_and_its_result(tried: Any) -> None:
             wrong = await web.get(f"{path}/events?after={bad}")
             assert (wrong.status, wrong.error["param"]) == (status, "after")
         assert (await web.post(f"{path}/cancel")).json["state"] == "completed"
+        for name, value in (("self", 1), ("traceparent", "x"), ("prompt_token_ids", 5)):
+            wrong = await web.post("/v1/requests", {"prompt": "x", name: value})
+            assert (wrong.status, wrong.error["param"]) == (400, name), wrong.text
 
     tried(scenario)
 

@@ -19,7 +19,7 @@ from pagemill.engine.errors import RequestError
 from pagemill.ingest.client import AsyncClient, AsyncHandle, Client, QueueUnavailableError
 from pagemill.ingest.config import QueueConfig
 from pagemill.ingest.embedded import EmbeddedServer
-from pagemill.ingest.redis import CONNECTIONS, is_unavailable
+from pagemill.ingest.redis import CONNECTIONS, connect_commands, is_unavailable
 from tests.chaos.fault_proxy import FaultProxy
 from tests.ingest.producer import Producer
 
@@ -50,6 +50,17 @@ def test_more_calls_than_connections_wait_for_one(redis_url: str, run: Run, monk
             async with asyncio.timeout(60):
                 while not 0 < await connections() <= CONNECTIONS:
                     await asyncio.sleep(0.01)
+
+    run(scenario())
+
+
+def test_what_sends_nothing_takes_no_connection_away(redis_url: str, run: Run) -> None:
+    async def scenario() -> None:
+        client = connect_commands(redis_url, "test")
+        (first,) = await client.send([("CLIENT", "ID")])
+        assert await client.run_pipeline(client.pipeline(transaction=False)) == []
+        assert await client.send([("CLIENT", "ID")]) == [first]
+        await client.aclose()
 
     run(scenario())
 

@@ -9,6 +9,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from pagemill.ingest import scripts
+from pagemill.ingest.keys import GROUP
 from pagemill.ingest.redis import Client, is_unavailable
 from tests.ingest.bare_engine import (
     SHARD,
@@ -187,6 +188,31 @@ def test_a_raw_duplicate_is_removed_without_harm(on_queue: Any, first_has_ended:
         ((_, letter),) = letters
         assert letter[b"reason"] == b"duplicate_id" and letter[b"id"] == b"a" and letter[b"body"] == b'{"prompt":"x"}'
         assert (await record(client))["attempt"] == "1"
+
+    on_queue(scenario)
+
+
+def test_the_greatest_entry_that_there_can_be_is_one_like_others(
+    on_queue: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server refuses to look beyond it, which ended every engine."""
+    monkeypatch.setattr("pagemill.ingest.scripts.RELEASE_PAGE", 1)
+
+    async def scenario(client: Client) -> None:
+        first, second = Engine(client, "e1"), Engine(client, "e2")
+        greatest = f"{2**64 - 1}-{2**64 - 1}".encode()
+        await client.xadd(SHARD.streams[2], {"v": 1, "id": "a", "body": "{}"}, id=greatest)
+        entry = await first.take()
+        assert await scripts.run_one(client, scripts.oldest(SHARD)) == [0, 0, 0]
+        await client.zadd(SHARD.heartbeats, {"e1": 0})  # it has left
+        assert await second.orphans(count=1) == ([], [entry])
+        assert await second.reap() == [entry]
+        await second.release()
+        assert await first.reap() == [entry]
+        await client.xack(SHARD.streams[2], GROUP, greatest)
+        call = scripts.Call("passed_over", SHARD.streams, (GROUP, "e1", 1, SHARD.base, *[b"0-0"] * 3))
+        found, places = await scripts.run_one(client, call)
+        assert (scripts.read_given(SHARD, found), places) == ([entry], [b"0-0"] * 3)
 
     on_queue(scenario)
 

@@ -43,7 +43,8 @@ def test_own_entries_are_read_again_and_none_of_them_is_too_long_to_come(any_red
         stream = SHARD.streams[1]
         bodies = [b"short", b"x" * 20_000_000, b"gone", *(b"%d" % number for number in range(250)), b"y" * 1024]
         for number, body in enumerate(bodies):
-            await client.xadd(stream, {"v": 1, "id": f"r{number}", "body": body})
+            entry_id = "*" if number + 1 < len(bodies) else f"{2**64 - 1}-{2**64 - 1}"  # none can come after it
+            await client.xadd(stream, {"v": 1, "id": f"r{number}", "body": body}, id=entry_id)
         await client.xreadgroup(GROUP, "e", {stream: ">"}, count=1000)
         await client.xdel(stream, (await client.xrange(stream))[2][0])
         reader.look_again()

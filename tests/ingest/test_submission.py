@@ -57,6 +57,10 @@ def test_bad_requests_are_refused_before_they_are_sent(refusing_url: str, run: R
             bad: list[tuple[dict[str, Any], str | None]] = [
                 ({}, "prompt"),
                 ({"prompt": ""}, "prompt"),
+                ({"prompt_token_ids": 5}, "prompt_token_ids"),
+                ({"prompt": {"prompt_token_ids": 1.5}}, "prompt_token_ids"),
+                ({"prompt_token_ids": "ab"}, "prompt_token_ids"),
+                ({"prompt_token_ids": {"1": 2}}, "prompt_token_ids"),
                 ({"prompt": "x", "messages": [{"role": "user", "content": "y"}]}, "messages"),
                 ({"prompt": "x", "temperature": float("nan")}, "temperature"),
                 ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
