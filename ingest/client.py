@@ -72,6 +72,9 @@ class _LoopThread:
             raise
 
     def _hand_over(self, work: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        if self.pid != os.getpid():  # an iteration that was under way at a fork; its lock may be held for ever
+            work.close()
+            raise RuntimeError("the process was forked during this iteration; begin a new one")
         with self._lock:  # so that all that is handed over comes before the end
             if not self._closing:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)

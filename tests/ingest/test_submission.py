@@ -117,11 +117,18 @@ import os, sys
 from pagemill.ingest.client import Client
 client = Client(sys.argv[1])
 client.submit(prompt="x", id="parent")
+client.cancel("parent")
+events = client.attach("parent").events()
+next(events)
 client._lock.acquire()  # as another thread would at that moment
 pid = os.fork()
 if pid == 0:
     client.submit(prompt="x", id="child")
-    os._exit(0)
+    try:
+        next(events)
+    except RuntimeError:  # begun by the parent's thread, which is not here
+        os._exit(0)
+    os._exit(1)
 client._lock.release()
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 print(client.cancel("child"), client.cancel("parent"))
