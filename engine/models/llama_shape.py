@@ -29,6 +29,7 @@ class _Member:
     window: int | None = 4096
 
 
+_MOST_LAYERS = 10_000  # of each, lists are made before its weights are looked for
 _MEMBERS = {
     "LlamaForCausalLM": _Member(longest=2048),
     "MistralForCausalLM": _Member(longest=131072, qkv_bias=False, windowed="all"),
@@ -72,6 +73,8 @@ def read_shape(folder: ModelFolder, max_model_len: int | None) -> LlamaShape:
         raise config.error(f"head_dim must be even for rotary positions, got {head_dim}")
     config.one_of("hidden_act", ("silu", "swish"), "silu")
     layers = config.size("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise config.error(f"num_hidden_layers {layers} is not plausible")
     longest = config.size("max_position_embeddings", member.longest)
     rotary = _rotary(folder, config, layers) if member.skips_rotary else (True,) * layers
     windows = _windows(folder, config, member, rotary)
