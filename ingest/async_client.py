@@ -191,8 +191,9 @@ class AsyncClient:
             if set(prompt) != {"prompt_token_ids"} or prompt_token_ids is not None:
                 raise invalid('a prompt is a string or {"prompt_token_ids": [...]}', "prompt")
             prompt_token_ids, prompt = prompt["prompt_token_ids"], None
-        if hasattr(prompt_token_ids, "tolist"):  # of arrays and tensors, gives plain integers
-            prompt_token_ids = prompt_token_ids.tolist()
+        plain = getattr(prompt_token_ids, "tolist", None)  # of arrays and tensors, gives plain integers
+        if plain is not None:
+            prompt_token_ids = plain()
         elif isinstance(prompt_token_ids, Iterable) and not isinstance(prompt_token_ids, str | bytes | Mapping):
             prompt_token_ids = list(prompt_token_ids)
         body = {"prompt": prompt, "messages": messages, "prompt_token_ids": prompt_token_ids, **params}

@@ -162,7 +162,10 @@ def test_eos_ids_come_from_both_files(copy: Path) -> None:
         (lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "awq"}), r"quantised \(awq\)"),
         (lambda f: edit_json(f / "config.json", hidden_size=None), "hidden_size is missing"),
         (lambda f: edit_json(f / "config.json", num_hidden_layers=0), "num_hidden_layers must be a positive integer"),
-        (lambda f: edit_json(f / "config.json", num_hidden_layers=2**62), f"num_hidden_layers {2**62} is not plausible"),
+        (
+            lambda f: edit_json(f / "config.json", num_hidden_layers=2**62),
+            f"num_hidden_layers {2**62} is not plausible",
+        ),
         (lambda f: edit_json(f / "config.json", num_key_value_heads=3), "cannot share 3 key/value heads"),
         (lambda f: edit_json(f / "config.json", hidden_act="no"), "hidden_act 'no' is not supported.*through transf"),
         (lambda f: edit_json(f / "config.json", rms_norm_eps="1e-5"), "rms_norm_eps must be a positive number"),
